@@ -1,0 +1,3 @@
+from widen_cli.cli import main
+
+main()

@@ -1,0 +1,175 @@
+"""Opens what the user names: a safetensors file, a Hugging Face directory, or a pipe; with the config that goes with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from widen_cli.config import ModelConfig, read_config
+from widen_cli.errors import Faults, WidenError, did_you_mean, printable
+from widen_cli.hf_directory import HfDirectory, open_directory
+from widen_cli.maps import ArchitectureMap, catalog_map, load_map, map_for_model_type, map_names
+from widen_cli.plan.match import match_tensors, missing_tensors
+from widen_cli.safetensors_file import StoredTensor, read_header
+from widen_cli.sources import FileSource, PipeSource, Source
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened model: its tensors' headers in the order of their bytes, its config, and what lies beside it.
+
+    `directory` is None for a single file or a pipe; `files` are the inputs that no output may touch.
+    """
+
+    name: str
+    tensors: tuple[StoredTensor, ...]
+    metadata: dict[str, str]
+    config: ModelConfig
+    config_path: Path | None
+    directory: HfDirectory | None
+    files: tuple[Path, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def sequential(self) -> bool:
+        return any(tensor.source.sequential for tensor in self.tensors)
+
+    def sources(self) -> list[Source]:
+        return list({id(tensor.source): tensor.source for tensor in self.tensors}.values())
+
+    def close(self) -> None:
+        for source in self.sources():
+            source.close()
+
+
+def open_checkpoint(
+    given: str, config_option: str | None, settings: dict[str, Any], strip_prefix: str | None = None
+) -> Checkpoint:
+    """Opens a model and checks its headers.
+
+    The config is `config_option`, or for a directory its config.json, for a file `<stem>.config.json` or `config.json`
+    beside it. Raises WidenError with every fault found.
+    """
+    path = Path(given)
+    directory: HfDirectory | None = None
+    with Faults() as faults:
+        config_path = Path(config_option) if config_option else None
+        tensors: tuple[StoredTensor, ...] = ()
+        metadata: dict[str, str] = {}
+        if given != "-" and path.is_dir():
+            try:
+                directory = open_directory(path)
+                tensors, metadata = directory.tensors, directory.metadata
+                config_path = config_path or directory.config_path
+                if config_path is None and not settings:
+                    faults.add(
+                        f"{printable(given)}: no config.json; fetch it, give --config, or say with --set what the tensors do not tell"
+                    )
+            except WidenError as error:
+                for text in error.faults:
+                    faults.add(text)
+        else:
+            header = read_header(PipeSource(sys.stdin.buffer) if given == "-" else FileSource(path))
+            tensors, metadata = header.tensors, header.metadata
+            config_path = config_path or (None if given == "-" else _config_beside(path))
+        config = ModelConfig({}, "no config", present=False)
+        if config_path is not None:
+            try:
+                config = read_config(config_path)
+            except WidenError as error:
+                for text in error.faults:
+                    faults.add(text)
+    files = tuple([path] if given != "-" else []) + ((config_path,) if config_path else ())
+    files += tuple(path / shard for shard in directory.shards) if directory else ()
+    config = config.with_values(settings)
+    _refuse_quantised(config)
+    name = "standard input" if given == "-" else given
+    tensors = _stripped(tensors, strip_prefix, name) if strip_prefix else tensors
+    return Checkpoint(
+        name, tensors, metadata, config, config_path, directory, files, directory.warnings if directory else ()
+    )
+
+
+def _config_beside(path: Path) -> Path | None:
+    candidates = (path.with_name(f"{path.stem}.config.json"), path.with_name("config.json"))
+    return next((candidate for candidate in candidates if candidate.exists() or candidate.is_symlink()), None)
+
+
+def _stripped(tensors: Sequence[StoredTensor], prefix: str, name: str) -> tuple[StoredTensor, ...]:
+    bare = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in tensors)
+    if len({tensor.name for tensor in bare}) < len(bare):
+        raise WidenError(
+            f"{printable(name)}: without the prefix '{printable(prefix)}' two tensors would have one name; give another --strip-prefix"
+        )
+    if all(a is b or a.name == b.name for a, b in zip(bare, tensors, strict=True)):
+        raise WidenError(
+            f"{printable(name)}: no tensor name starts with '{printable(prefix)}'; leave --strip-prefix out"
+        )
+    return bare
+
+
+def _refuse_quantised(config: ModelConfig) -> None:
+    quantised = config.get("quantization_config")
+    if isinstance(quantised, dict):
+        method = quantised.get("quant_method") or (
+            "bitsandbytes" if quantised.get("load_in_4bit") or quantised.get("load_in_8bit") else "some"
+        )
+        raise WidenError(
+            f"{printable(config.name)}: quantization_config says the weights are packed by {method}; packed codes must not be repeated; "
+            "widen the unquantised model and quantise the result"
+        )
+
+
+def choose_map(checkpoint: Checkpoint, option: str | None) -> ArchitectureMap:
+    """The map to go by: the one asked for, the one of the config's model_type, or the one that the tensor names fit.
+
+    Raises WidenError where none fits, naming the nearest.
+    """
+    if option is not None:
+        return (
+            load_map(Path(option), option)
+            if option.endswith((".yaml", ".yml")) or Path(option).is_file()
+            else catalog_map(option)
+        )
+    model_type = checkpoint.config.get("model_type")
+    if isinstance(model_type, str):
+        found = map_for_model_type(model_type)
+        if found is None:
+            raise WidenError(_unknown_type(checkpoint, model_type))
+        return found
+    return _map_by_names(checkpoint)
+
+
+def _unknown_type(checkpoint: Checkpoint, model_type: str) -> str:
+    config = printable(checkpoint.config.name)
+    nested = (
+        "; its sizes stand in text_config, and models of several parts have no map yet"
+        if "text_config" in checkpoint.config
+        else ""
+    )
+    return (
+        f"{config}: model_type '{printable(model_type)}' has no map{did_you_mean(model_type, map_names())}{nested}; "
+        "`widen-ckpt maps` lists those there are, and --map takes one of your own (docs/maps.md)"
+    )
+
+
+def _map_by_names(checkpoint: Checkpoint) -> ArchitectureMap:
+    """The map under which no weight is unknown and the fewest are missing; of equals the first by name."""
+    best: tuple[tuple[int, int], ArchitectureMap] | None = None
+    for name in map_names():
+        architecture = catalog_map(name)
+        match = match_tensors(architecture, checkpoint.tensors, checkpoint.config)
+        if match.matched:
+            score = (len(match.strangers), len(missing_tensors(architecture, match, checkpoint.config)))
+            if best is None or score < best[0]:
+                best = (score, architecture)
+    if best is None or best[0][0] > len(checkpoint.tensors) // 2:
+        nested = "; sizes in text_config are not read yet" if "text_config" in checkpoint.config else ""
+        raise WidenError(
+            f"{printable(checkpoint.name)}: no config says what model this is, and its tensor names fit no map{nested}; "
+            "give --config, or --map with one of `widen-ckpt maps` or of your own"
+        )
+    return best[1]

@@ -1,0 +1,273 @@
+"""The command line. Results go to stdout, everything else to stderr; exit codes stand in the help text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ParamSpec
+
+import click
+from tqdm import tqdm
+
+from widen_cli import __version__
+from widen_cli.convert import Job, Options, Report, prepare, run
+from widen_cli.dtypes import CONFIG_NAMES
+from widen_cli.errors import WidenError, printable
+from widen_cli.maps import catalog_path, map_names
+from widen_cli.outputs import is_stream
+from widen_cli.plan.modes import MODES
+from widen_cli.plan.text import plan_json, plan_text
+
+EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    refused or failed; nothing was written
+  2    wrong usage of the command line
+  3    a verification found a difference
+  4    some of several inputs failed
+  130  interrupted (Ctrl-C), 143 terminated, 141 the reader of a pipe went away"""
+
+FAULT_LINES = 18
+P = ParamSpec("P")
+
+
+class DefaultCommand(click.Group):
+    """A group in which `widen-ckpt IN OUT` means `widen-ckpt convert IN OUT`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args:
+            click.echo(f"{ctx.get_usage()}\nTry 'widen-ckpt --help' for what it can do.", err=True)
+            ctx.exit(2)
+        if args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
+            args = ["convert", *args]
+        return super().parse_args(ctx, args)
+
+
+def reporting(command: Callable[P, None]) -> Callable[P, None]:
+    """Turns refusals and signals into messages and exit codes; no traceback reaches a user who gave bad input."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+            sys.stdout.flush()
+        except WidenError as error:
+            lines = [line for fault in error.faults for line in fault.splitlines()]
+            for line in lines[:FAULT_LINES]:
+                click.echo(line, err=True)
+            if len(lines) > FAULT_LINES:
+                click.echo(f"... and {len(lines) - FAULT_LINES} more", err=True)
+            sys.exit(1)
+        except BrokenPipeError:
+            # Python flushes stdout at exit; onto the closed pipe that would print a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
+        except KeyboardInterrupt:
+            click.echo("interrupted; nothing was written", err=True)
+            sys.exit(130)
+
+    return wrapped
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    click.echo("terminated; nothing was written", err=True)
+    sys.exit(128 + number)
+
+
+@click.group(
+    cls=DefaultCommand,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EXIT_CODES,
+)
+@click.version_option(__version__, prog_name="widen-ckpt")
+def cli() -> None:
+    """Make transformer checkpoints wider without changing the function they compute, directly on files.
+
+    `widen-ckpt IN OUT` is short for `widen-ckpt convert IN OUT`.
+    """
+
+
+_TYPES = {alias.lower(): name for name, other in CONFIG_NAMES.items() for alias in (name, other)}
+
+
+def _dtype(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value is None:
+        return None
+    if value.lower() not in _TYPES:
+        raise click.BadParameter(f"'{value}' is none of {', '.join(CONFIG_NAMES)}")
+    return _TYPES[value.lower()]
+
+
+@cli.command()
+@click.argument("input", metavar="IN")
+@click.argument("output", metavar="OUT")
+@click.option(
+    "--factor",
+    type=click.IntRange(min=2),
+    help="Grow the model's width by this whole number, as its family does by default.  [default: 2]",
+)
+@click.option(
+    "--grow",
+    metavar="AXIS=N,...",
+    help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay.",
+)
+@click.option(
+    "--scaling",
+    type=click.Choice(["auto", *MODES]),
+    default="auto",
+    show_default=True,
+    help="How the factors are spread over the weights.",
+)
+@click.option(
+    "--dtype", callback=_dtype, metavar="TYPE", help="Write floating-point weights in this type (F32, BF16, F16, ...)."
+)
+@click.option(
+    "--map", "map", metavar="NAME|FILE", help="Architecture map to go by, where the config does not say or none fits."
+)
+@click.option(
+    "--config",
+    metavar="FILE",
+    help="The model's config, where it is not beside IN as <stem>.config.json or config.json.",
+)
+@click.option(
+    "--set",
+    "settings",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="A config value to go by, such as num_attention_heads=12. Repeatable.",
+)
+@click.option("--config-out", metavar="FILE", help="Where to write the new config.")
+@click.option("--strip-prefix", metavar="TEXT", help="Take this prefix off the tensor names, such as _orig_mod.")
+@click.option(
+    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest file in an output directory."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads that read, widen and write.  [default: the cores, up to 4]"
+)
+@click.option("--force", is_flag=True, help="Replace OUT where it exists, in one step.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and the bytes needed; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print plan and result as JSON on stdout.")
+@click.option("-q", "--quiet", count=True, help="No summary; twice: no warnings either.")
+@reporting
+def convert(dry_run: bool, as_json: bool, quiet: int, **given: Any) -> None:
+    """Widen the checkpoint IN and write it to OUT.
+
+    IN is a safetensors file, a Hugging Face directory, or - for standard input. OUT is a file, a directory (always for a
+    directory IN, else with a / at its end), or - for standard output.
+    """
+    if given["threads"] is None:
+        del given["threads"]
+    options = Options(**given)
+    if as_json and is_stream(options.output) and not dry_run:
+        raise click.UsageError("--json prints on stdout, where OUT goes too; name a file for OUT")
+    job = prepare(options)
+    warnings = [*job.checkpoint.warnings, *job.plan.warnings]
+    for warning in warnings if quiet < 2 else []:
+        click.echo(f"warning: {warning}", err=True)
+    if dry_run:
+        job.checkpoint.close()
+        _print_plan(job, as_json)
+        return
+    report = _run(job, quiet)
+    if as_json:
+        click.echo(json.dumps({**plan_json(job.plan), "bytes": job.nbytes, "values": _counted(report)}, indent=2))
+    _summary(report, quiet)
+
+
+def _run(job: Job, quiet: int) -> Report:
+    total = sum(tensor.dtype.nbytes(tensor.shape) * len(tensor.names) for tensor in job.plan.tensors)
+    silent = True if quiet or os.environ.get("TERM") == "dumb" else None
+    with tqdm(total=total, unit="B", unit_scale=True, disable=silent, leave=False, file=sys.stderr) as bar:
+        return run(job, bar.update)
+
+
+def _print_plan(job: Job, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({**plan_json(job.plan), "bytes": job.nbytes}, indent=2))
+    else:
+        click.echo(
+            f"{plan_text(job.plan)}\n{job.nbytes} bytes in {len(job.shards)} file{'s' if len(job.shards) > 1 else ''}"
+        )
+
+
+def _counted(report: Report) -> dict[str, Any]:
+    return {
+        name: {"values": counts.values, "rounded": counts.rounded, "overflowed": counts.overflowed}
+        for name, counts in report.counts.items()
+    }
+
+
+def _summary(report: Report, quiet: int) -> None:
+    """The summary, and what was rounded: no rounding is silent."""
+    plan, total = report.job.plan, report.total
+    rounded = {name: counts for name, counts in report.counts.items() if counts.rounded}
+    overflowed = [name for name, counts in report.counts.items() if counts.overflowed]
+    if quiet < 2:
+        for name in overflowed[:8]:
+            counts = report.counts[name]
+            click.echo(
+                f"warning: '{printable(name)}': {counts.overflowed} of {counts.values} values became infinite; try --scaling copy or --dtype F32",
+                err=True,
+            )
+        if len(overflowed) > 8:
+            click.echo(
+                f"warning: ... and {len(overflowed) - 8} more tensors with values that became infinite", err=True
+            )
+    if quiet == 0:
+        grown = (
+            ", ".join(f"{axis} x{factor}" for axis, factor in plan.factors.items() if factor != 1) or "nothing grows"
+        )
+        exactness = "function-exact" + ("" if rounded or overflowed or not plan.exact else " and bit-exact")
+        click.echo(
+            f"{_shown_output(report)}: {plan.architecture}, {grown}, {plan.mode}; {exactness}; {_rounding(report)}",
+            err=True,
+        )
+    elif quiet == 1 and total.rounded:
+        click.echo(f"warning: {_shown_output(report)}: {_rounding(report)}", err=True)
+
+
+def _rounding(report: Report) -> str:
+    total = report.total
+    tensors = sum(1 for counts in report.counts.values() if counts.rounded)
+    if not total.rounded:
+        return f"none of {total.values} stored values was rounded"
+    return f"{total.rounded} of {total.values} stored values were rounded, in {tensors} of {len(report.counts)} tensors"
+
+
+def _shown_output(report: Report) -> str:
+    output = report.job.options.output
+    return "standard output" if output == "-" else printable(output)
+
+
+@cli.command()
+@click.argument("name", required=False)
+@reporting
+def maps(name: str | None) -> None:
+    """List the architecture maps, or print the one called NAME."""
+    if name is None:
+        for known in map_names():
+            path = catalog_path(known)
+            first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") if path else ""
+            click.echo(f"{known:12} {first}")
+        return
+    path = catalog_path(name)
+    if path is None:
+        from widen_cli.maps import catalog_map
+
+        catalog_map(name)
+        return
+    click.echo(path.read_text(encoding="utf-8"), nl=False)
+
+
+def main() -> None:
+    """The entry point: exits with the documented codes."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        cli.main(prog_name="widen-ckpt", standalone_mode=True)
+    except KeyboardInterrupt:
+        sys.exit(130)

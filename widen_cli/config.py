@@ -1,0 +1,92 @@
+"""A model's config.json: read as it is found, changed key by key, written in the style it came in."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from widen_cli.errors import WidenError, printable
+
+MISSING = object()
+
+
+class ModelConfig:
+    """The values of a config.json and the name to call it by in messages.
+
+    Dotted keys reach into nested objects. `present` is False for a model that came without one;
+    then only values given by `--set` are known, and no config is written.
+    """
+
+    def __init__(self, values: dict[str, Any], name: str, present: bool = True) -> None:
+        self.values = values
+        self.name = name
+        self.present = present
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value at a dotted key, or the default where any part of the way is absent."""
+        value: Any = self.values
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def __contains__(self, key: str) -> bool:
+        return self.get(key, MISSING) is not MISSING
+
+    def with_values(self, values: dict[str, Any]) -> ModelConfig:
+        """A copy with dotted keys set; keys keep their place, new ones come last."""
+        changed = copy.deepcopy(self.values)
+        for key, value in values.items():
+            *path, last = key.split(".")
+            inner = changed
+            for part in path:
+                inner = inner.setdefault(part, {})
+            inner[last] = value
+        return ModelConfig(changed, self.name, self.present)
+
+    def to_bytes(self) -> bytes:
+        """The JSON file: two spaces, keys in the order found, `Infinity` and `NaN` as Python and transformers write them."""
+        return (json.dumps(self.values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The config in a file. Raises WidenError naming the file where it is no JSON object."""
+    values = read_json(path, "a model config")
+    if not isinstance(values, dict):
+        raise WidenError(f"{printable(str(path))}: a model config is a JSON object, this is a {type(values).__name__}")
+    return ModelConfig(values, str(path))
+
+
+def read_json(path: Path, what: str) -> Any:
+    """The JSON value in a small file. Raises WidenError naming the file and what it should have held."""
+    shown = printable(str(path))
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise WidenError(f"{shown}: cannot read it: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise WidenError(f"{shown}: not UTF-8 text, so not {what}; fetch the file again") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        at = f"{shown}:{error.lineno}:{error.colno}"
+        raise WidenError(f"{at}: not valid JSON ({error.msg}), so not {what}; fetch the file again") from None
+    except RecursionError:
+        raise WidenError(f"{shown}: nested too deeply to be {what}") from None
+
+
+def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
+    """The values of `--set key=value` options; a value that reads as JSON is that value, else it is text."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise WidenError(f"--set {setting}: expected key=value, such as --set num_attention_heads=12")
+        try:
+            values[key] = json.loads(text)
+        except json.JSONDecodeError:
+            values[key] = text
+    return values

@@ -1,0 +1,140 @@
+"""How one stored dimension grows: a tree that says which old positions stand where, and with what factor.
+
+The plan makes these trees, the transform carries them out; neither needs to know the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from widen_cli.scales import ONE, Scale
+
+
+@dataclass(frozen=True)
+class Copies:
+    """`size` old positions, each standing `copies` times in a row, each followed by what `inner` makes of it.
+
+    `first_only`: only the first of the copies holds the values, the others are zero.
+    `scale` multiplies every value; it is read at the leaves, where `inner` is None.
+    """
+
+    size: int
+    copies: int = 1
+    first_only: bool = False
+    scale: Scale = ONE
+    inner: Growth | None = None
+
+    @property
+    def old(self) -> int:
+        return self.size * (self.inner.old if self.inner else 1)
+
+    @property
+    def new(self) -> int:
+        return self.size * self.copies * (self.inner.new if self.inner else 1)
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Parts laid one after the other."""
+
+    parts: tuple[Growth, ...]
+
+    @property
+    def old(self) -> int:
+        return sum(part.old for part in self.parts)
+
+    @property
+    def new(self) -> int:
+        return sum(part.new for part in self.parts)
+
+
+Growth = Copies | Laid
+
+
+@dataclass(frozen=True)
+class Run:
+    """Old positions [start, stop) in order, each `each` times in a row, times `scale`.
+
+    `first_only`: the copies after the first are zero. `zero`: all of them are.
+    """
+
+    start: int
+    stop: int
+    each: int
+    scale: Scale
+    first_only: bool = False
+    zero: bool = False
+
+    def shifted(self, by: int, zero: bool) -> Run:
+        return Run(self.start + by, self.stop + by, self.each, self.scale, self.first_only, self.zero or zero)
+
+
+def leaf_scales(growth: Growth) -> Iterator[Scale]:
+    """The scale of each leaf, in stored order."""
+    if isinstance(growth, Laid):
+        for part in growth.parts:
+            yield from leaf_scales(part)
+    elif growth.inner is not None:
+        yield from leaf_scales(growth.inner)
+    else:
+        yield growth.scale
+
+
+def runs(growth: Growth) -> list[Run]:
+    """The new positions in order, as the longest runs of old ones."""
+    return list(_joined(_runs(growth)))
+
+
+def _runs(growth: Growth) -> Iterator[Run]:
+    if isinstance(growth, Laid):
+        at = 0
+        for part in growth.parts:
+            for run in _runs(part):
+                yield run.shifted(at, False)
+            at += part.old
+    elif growth.inner is None:
+        yield Run(0, growth.size, growth.copies, growth.scale, growth.first_only)
+    else:
+        inner, step = runs(growth.inner), growth.inner.old
+        for position in range(growth.size):
+            for copy in range(growth.copies):
+                for run in inner:
+                    yield run.shifted(position * step, growth.first_only and copy > 0)
+
+
+def _joined(pieces: Iterator[Run]) -> Iterator[Run]:
+    last: Run | None = None
+    for piece in pieces:
+        same = last is not None and (last.stop, last.each, last.scale, last.first_only, last.zero) == (
+            piece.start,
+            piece.each,
+            piece.scale,
+            piece.first_only,
+            piece.zero,
+        )
+        if last is not None and same:
+            last = Run(last.start, piece.stop, last.each, last.scale, last.first_only, last.zero)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+def nested(outer: Growth, inner: Growth) -> Growth:
+    """One tree for two neighbouring dimensions seen as one: each old position of `outer` holds all of `inner`."""
+    if isinstance(outer, Laid):
+        return Laid(tuple(nested(part, inner) for part in outer.parts))
+    if outer.inner is not None:
+        return replace(outer, inner=nested(outer.inner, inner))
+    return replace(outer, scale=ONE, inner=_times(inner, outer.scale))
+
+
+def _times(growth: Growth, scale: Scale) -> Growth:
+    if isinstance(growth, Laid):
+        return Laid(tuple(_times(part, scale) for part in growth.parts))
+    if growth.inner is not None:
+        return replace(growth, inner=_times(growth.inner, scale))
+    return replace(growth, scale=growth.scale * scale)

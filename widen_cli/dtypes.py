@@ -1,0 +1,81 @@
+"""The element types a safetensors file can hold, and how numpy sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class DType:
+    """One stored element type.
+
+    `name` is the safetensors name, `bits` the size of one element, `numpy` the array type that
+    views the stored bytes (None where an element is no whole byte or numpy has no such type),
+    `kind` one of `float`, `integer`, `opaque`. Opaque elements can only be carried unchanged.
+    """
+
+    name: str
+    bits: int
+    kind: str
+    numpy: np.dtype[Any] | None = None
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Stored bytes of a tensor of this type, in Python integers, so no product can wrap.
+
+        Raises ValueError when the elements do not fill whole bytes.
+        """
+        bits = self.bits
+        for size in shape:
+            bits *= size
+        if bits % 8:
+            raise ValueError(f"{bits} bits are no whole number of bytes")
+        return bits // 8
+
+
+def _little(kind: npt.DTypeLike) -> np.dtype[Any]:
+    return np.dtype(kind).newbyteorder("<")
+
+
+# https://github.com/huggingface/safetensors, safetensors/src/tensor.rs: the names and their sizes.
+STORED: dict[str, DType] = {
+    dtype.name: dtype
+    for dtype in (
+        DType("F64", 64, "float", _little("f8")),
+        DType("F32", 32, "float", _little("f4")),
+        DType("F16", 16, "float", _little("f2")),
+        DType("BF16", 16, "float", np.dtype(ml_dtypes.bfloat16)),
+        DType("F8_E4M3", 8, "float", np.dtype(ml_dtypes.float8_e4m3fn)),
+        DType("F8_E5M2", 8, "float", np.dtype(ml_dtypes.float8_e5m2)),
+        DType("I64", 64, "integer", _little("i8")),
+        DType("U64", 64, "integer", _little("u8")),
+        DType("I32", 32, "integer", _little("i4")),
+        DType("U32", 32, "integer", _little("u4")),
+        DType("I16", 16, "integer", _little("i2")),
+        DType("U16", 16, "integer", _little("u2")),
+        DType("I8", 8, "integer", np.dtype("i1")),
+        DType("U8", 8, "integer", np.dtype("u1")),
+        DType("BOOL", 8, "integer", np.dtype("u1")),
+        DType("C64", 64, "opaque"),
+        DType("F8_E8M0", 8, "opaque"),
+        DType("F8_E4M3FNUZ", 8, "opaque"),
+        DType("F8_E5M2FNUZ", 8, "opaque"),
+        DType("F6_E2M3", 6, "opaque"),
+        DType("F6_E3M2", 6, "opaque"),
+        DType("F4", 4, "opaque"),
+    )
+}
+
+# What a config's `torch_dtype` or `dtype` calls the types that `--dtype` can cast to.
+CONFIG_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}

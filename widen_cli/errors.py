@@ -1,0 +1,57 @@
+"""The one error class of the tool, and the collector that reports all faults of a run together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Self
+
+
+class WidenError(Exception):
+    """What a user did or gave is refused; nothing was written.
+
+    `faults` holds one text a fault. Each begins with what is at fault (a file's name, a map's
+    `file:line:column`, an option), names the fault and says what to do.
+    """
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+class Faults:
+    """Collects faults so that one run reports all of them.
+
+    Used as a context manager it raises one `WidenError` with every fault at the end of the block;
+    a `WidenError` raised inside the block joins the list.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def add(self, fault: str) -> None:
+        if fault not in self.texts:
+            self.texts.append(fault)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, WidenError):
+            for fault in error.faults:
+                self.add(fault)
+        elif error is not None:
+            return
+        if self.texts:
+            raise WidenError(*self.texts) from None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The tail ` (did you mean 'x'?)` for the nearest known word, or an empty text."""
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def printable(name: str) -> str:
+    """A tensor or file name made safe for a terminal: control and non-ASCII characters escaped."""
+    return "".join(c if " " <= c <= "~" else c.encode("unicode_escape", "surrogatepass").decode() for c in name)

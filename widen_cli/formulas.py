@@ -1,0 +1,216 @@
+"""The formulas of the maps: sizes, conditions, and how one space comes out of others.
+
+One syntax, Python's expressions, of which only names, numbers, texts, arithmetic, comparisons, `and or not`,
+`x if c else y` and calls by name are let through. Nothing is ever executed: a formula is walked.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+class FormulaSyntaxError(Exception):
+    """A formula that cannot be read; `column` counts from 0 within the text."""
+
+    def __init__(self, message: str, column: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.column = column
+
+
+class UnknownValueError(Exception):
+    """A value that the formula needs is not known; `name` is the axis or config key."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+_ALLOWED = (
+    ast.Expression, ast.Name, ast.Load, ast.Constant, ast.Attribute, ast.List, ast.Tuple, ast.Call, ast.IfExp,
+    ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult,
+    ast.UnaryOp, ast.USub, ast.Not, ast.BoolOp, ast.And, ast.Or,
+    ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn, ast.Is, ast.IsNot,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A parsed formula: its text and its syntax tree."""
+
+    text: str
+    tree: ast.expr
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Formula) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def names(self) -> Iterator[tuple[str, int, bool]]:
+        """Every name in the formula, the column it stands at, and whether it is called."""
+        called = {id(node.func) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+        inner = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Name | ast.Attribute) and id(node) not in inner:
+                yield dotted(node), node.col_offset, id(node) in called
+
+
+def parse_formula(text: str | int | bool) -> Formula:
+    """The formula in `text`. Raises FormulaSyntaxError with the column of the fault."""
+    source = str(text)
+    try:
+        tree = ast.parse(source, mode="eval")
+    except (SyntaxError, ValueError, RecursionError) as error:
+        column = (getattr(error, "offset", None) or 1) - 1
+        raise FormulaSyntaxError(f"cannot read the formula '{source}'", min(column, len(source))) from None
+    for node in ast.walk(tree):
+        if not isinstance(node, _ALLOWED):
+            raise FormulaSyntaxError(
+                f"'{ast.unparse(node) or source}' has no meaning in a formula", getattr(node, "col_offset", 0)
+            )
+        if isinstance(node, ast.Call) and (node.keywords or not isinstance(node.func, ast.Name)):
+            raise FormulaSyntaxError(
+                f"a call is a name and plain arguments, not '{ast.unparse(node)}'", node.col_offset
+            )
+        if isinstance(node, ast.Attribute):
+            dotted(node)
+    return Formula(source, tree.body)
+
+
+def dotted(node: ast.expr) -> str:
+    """The name `a.b.c` that a node spells."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    raise FormulaSyntaxError(f"'{ast.unparse(node)}' is no name", node.col_offset)
+
+
+Lookup = Callable[[str], Any]
+
+
+def evaluate(formula: Formula, lookup: Lookup) -> Any:
+    """The formula's value; names are asked of `lookup`, which raises UnknownValueError for what it does not know.
+
+    Division is exact: a quotient that is no whole number raises ValueError with the numbers in it.
+    `and` and `or` decide where one side alone decides, so a known value can outvote an unknown one.
+    """
+    return _value(formula.tree, lookup)
+
+
+def holds(formula: Formula, lookup: Lookup, unknown: bool, has: Callable[[str], bool]) -> bool:
+    """Whether a condition holds; `unknown` is the answer where its values are not known.
+
+    `has` answers `has("tensor")`.
+    """
+
+    def with_has(name: str) -> Any:
+        return has if name == "has" else lookup(name)
+
+    try:
+        return bool(evaluate(formula, with_has))
+    except UnknownValueError:
+        return unknown
+
+
+def _value(node: ast.expr, lookup: Lookup) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name() | ast.Attribute():
+            return lookup(dotted(node))
+        case ast.List() | ast.Tuple():
+            return [_value(item, lookup) for item in node.elts]
+        case ast.BoolOp():
+            return _boolean(node, lookup)
+        case ast.UnaryOp():
+            inner = _value(node.operand, lookup)
+            return (not inner) if isinstance(node.op, ast.Not) else -inner
+        case ast.IfExp():
+            return _value(node.body if _value(node.test, lookup) else node.orelse, lookup)
+        case ast.Compare():
+            return _comparison(node, lookup)
+        case ast.BinOp():
+            return _arithmetic(node, _value(node.left, lookup), _value(node.right, lookup))
+        case ast.Call(func=ast.Name(id="has")):
+            return all(lookup("has")(_value(argument, lookup)) for argument in node.args)
+        case ast.Call(func=ast.Name(id="is_class")):
+            return _is_class(lookup("architectures"), [_value(argument, lookup) for argument in node.args])
+    raise ValueError(f"'{ast.unparse(node)}' has no value")
+
+
+def _is_class(architectures: Any, patterns: list[str]) -> bool:
+    """Whether the first class that the config names matches one of the patterns."""
+    first = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    if not isinstance(first, str):
+        raise UnknownValueError("architectures")
+    return any(fnmatchcase(first, pattern) for pattern in patterns)
+
+
+def _boolean(node: ast.BoolOp, lookup: Lookup) -> bool:
+    decisive = isinstance(node.op, ast.Or)
+    unknown: UnknownValueError | None = None
+    for value in node.values:
+        try:
+            if bool(_value(value, lookup)) is decisive:
+                return decisive
+        except UnknownValueError as error:
+            unknown = error
+    if unknown is not None:
+        raise unknown
+    return not decisive
+
+
+def _comparison(node: ast.Compare, lookup: Lookup) -> bool:
+    left = _value(node.left, lookup)
+    for operator, right_node in zip(node.ops, node.comparators, strict=True):
+        right = _value(right_node, lookup)
+        if not _compare(operator, left, right):
+            return False
+        left = right
+    return True
+
+
+def _compare(operator: ast.cmpop, left: Any, right: Any) -> bool:
+    match operator:
+        case ast.Eq() | ast.Is():
+            return bool(left == right)
+        case ast.NotEq() | ast.IsNot():
+            return bool(left != right)
+        case ast.In():
+            return left in right
+        case ast.NotIn():
+            return left not in right
+        case ast.Lt():
+            return bool(left < right)
+        case ast.LtE():
+            return bool(left <= right)
+        case ast.Gt():
+            return bool(left > right)
+    return bool(left >= right)
+
+
+def _arithmetic(node: ast.BinOp, left: Any, right: Any) -> Any:
+    match node.op:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.Pow():
+            return left**right
+        case ast.FloorDiv():
+            return left // right
+        case ast.Mod():
+            return left % right
+        case ast.Div():
+            if right == 0 or left % right:
+                raise ValueError(f"{ast.unparse(node)} = {left} / {right} is no whole number")
+            return left // right
+    raise ValueError(f"'{ast.unparse(node)}' has no value")

@@ -1,0 +1,376 @@
+"""A Hugging Face model folder: its shards, its index, and the files that belong beside the weights.
+
+Source: https://huggingface.co/docs/transformers/big_models (shards, index), huggingface_hub's cache (links to blobs).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+from typing import Never
+
+from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.safetensors_file import (
+    FAULT_LIMIT,
+    JsonObject,
+    SafetensorsHeader,
+    StoredTensor,
+    parse_json,
+    read_header,
+    shown,
+)
+from widen_cli.sources import FileSource
+
+WEIGHTS = "model.safetensors"
+INDEX_END = ".safetensors.index.json"
+INDEX_LIMIT = 100_000_000
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_COMPANION_ENDS = (".json", ".txt", ".model", ".py", ".jinja", ".tiktoken", ".bpe")
+_COMPANION_STARTS = ("tokenizer", "chat_template", "readme", "license", "notice")
+_WEIGHT_ENDS = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".npz", ".npy")
+# Other formats of the weights, and what a training run leaves beside them.
+_OTHER_FOLDERS = re.compile(r"\..*|onnx|openvino|original|runs|__pycache__|checkpoint-\d+")
+_UNITS = (
+    {"": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)} | {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
+)
+
+
+@dataclass(frozen=True)
+class HfDirectory:
+    """A folder's weights and what lies beside them.
+
+    `tensors` run shard after shard in the order of their data; `shards` are file names; `metadata` is that of the first
+    shard; `config_path` is None without a config.json; `companions` are the files to copy, relative to the folder.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    shards: tuple[str, ...]
+    metadata: dict[str, str]
+    config_path: Path | None
+    companions: tuple[Path, ...]
+    warnings: tuple[str, ...]
+
+    def close(self) -> None:
+        """Closes every shard."""
+        for source in {id(tensor.source): tensor.source for tensor in self.tensors}.values():
+            source.close()
+
+
+@dataclass(frozen=True)
+class _Index:
+    """A `*.safetensors.index.json`: which shard holds a tensor, and what it says all tensors take."""
+
+    name: str
+    weight_map: dict[str, str]
+    total_size: object
+
+
+def open_directory(path: Path) -> HfDirectory:
+    """The folder with every shard opened and its header checked.
+
+    Raises WidenError with the faults of all shards together. Pickles are never opened.
+    """
+    names = _listing(path)
+    warnings: list[str] = []
+    index = _find_index(path, names, warnings)
+    if index is None:
+        shards = _without_index(path, names, warnings)
+    else:
+        shards = _shards_of(path, index)
+        warnings += _strays(path, names, index, shards)
+    config = path / "config.json"
+    companions = _companions(path, warnings)
+    headers = _open_shards(path, shards, index, [config] if config.is_symlink() and not config.exists() else [])
+    try:
+        tensors = _chosen(path, headers, index, warnings)
+    except WidenError:
+        _close(headers.values())
+        raise
+    first = next(iter(headers.values()))
+    config_path = config if config.is_file() else None
+    return HfDirectory(tensors, tuple(shards), first.metadata, config_path, companions, tuple(warnings))
+
+
+def plan_shards(entries: Sequence[tuple[str, int]], max_shard_size: int) -> list[list[int]]:
+    """The indexes of `entries` (name, bytes) shard by shard, in order; at least one shard.
+
+    A shard ends where the next tensor would pass the limit; a tensor above the limit has a shard of its own.
+    """
+    shards: list[list[int]] = [[]]
+    filled = 0
+    for number, (_, nbytes) in enumerate(entries):
+        if shards[-1] and filled + nbytes > max_shard_size:
+            shards.append([])
+            filled = 0
+        shards[-1].append(number)
+        filled += nbytes
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """The file names that transformers gives `count` shards."""
+    if count == 1:
+        return [WEIGHTS]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """The text of model.safetensors.index.json; `total_size` is the sum of the tensors' bytes."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def parse_size(text: str, option: str = "--max-shard-size") -> int:
+    """Bytes of a size as transformers reads it (GB = 10**9, GiB = 2**30); WidenError that names the option."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([KMGT]I?B|)", text.strip().upper())
+    size = int(Fraction(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise WidenError(f"{option} {shown(text)}: is no size; write for example 5GB, 500MB, 2GiB or 1000 (bytes)")
+    return size
+
+
+def _listing(path: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError as error:
+        link = f" (a link to {printable(os.path.realpath(path))})" if path.is_symlink() else ""
+        raise WidenError(f"{_at(path)}{link}: cannot be read as a folder: {error.strerror}") from None
+
+
+def _at(path: Path, name: str = "") -> str:
+    return printable(str(path / name))
+
+
+def _find_index(path: Path, names: Sequence[str], warnings: list[str]) -> _Index | None:
+    found = [name for name in names if name.endswith(INDEX_END)]
+    preferred = [name for name in found if name == WEIGHTS + ".index.json"] or found
+    if not preferred:
+        return None
+    if len(preferred) > 1:
+        listed = ", ".join(map(printable, preferred))
+        raise WidenError(f"{_at(path)}: several indexes and none is {WEIGHTS}.index.json: {listed}; keep one")
+    for name in found:
+        if name != preferred[0]:
+            warnings.append(f"{_at(path, name)}: not used, {preferred[0]} was taken")
+    return _read_index(path, preferred[0])
+
+
+def _read_index(path: Path, name: str) -> _Index:
+    source = FileSource(path / name)
+    try:
+        if source.size is None or source.size > INDEX_LIMIT:
+            raise WidenError(f"{source.name}: an index of {source.size} bytes is no index; download it again")
+        table = parse_json(bytes(source.read(0, source.size)), f"{source.name}: the index")
+    finally:
+        source.close()
+    fields = dict(table) if isinstance(table, JsonObject) else {}
+    pairs = fields.get("weight_map")
+    if not isinstance(pairs, JsonObject) or not pairs or not all(isinstance(shard, str) for _, shard in pairs):
+        raise WidenError(f"{source.name}: has no weight_map from tensor names to file names; download it again")
+    if pairs.repeated:
+        raise WidenError(f"{source.name}: weight_map names {shown(pairs.repeated[0])} twice; download it again")
+    # Normalised, so that ./a and a are one shard.
+    weight_map = {tensor: str(PurePosixPath(str(shard))) for tensor, shard in pairs}
+    metadata = fields.get("metadata")
+    total = dict(metadata).get("total_size") if isinstance(metadata, JsonObject) else None
+    return _Index(name, weight_map, total)
+
+
+def _shards_of(path: Path, index: _Index) -> list[str]:
+    """The shards the index names, sorted; WidenError when one leads out of the folder."""
+    shards = sorted(set(index.weight_map.values()))
+    _raise_capped(
+        _at(path, index.name),
+        [
+            f"{_at(path, index.name)}: weight_map leads out of the folder with {shown(shard)}; name a file in it"
+            for shard in shards
+            if _leads_out(shard)
+        ],
+    )
+    return shards
+
+
+def _leads_out(shard: str) -> bool:
+    parts = PurePosixPath(shard).parts
+    return not parts or ".." in parts or shard.startswith("/") or "\\" in shard or "\0" in shard
+
+
+def _strays(path: Path, names: Sequence[str], index: _Index, shards: Sequence[str]) -> list[str]:
+    return [
+        f"{_at(path, name)}: not used, the shards that {printable(index.name)} names were taken"
+        for name in names
+        if name.endswith(".safetensors") and name not in shards
+    ]
+
+
+def _without_index(path: Path, names: Sequence[str], warnings: list[str]) -> list[str]:
+    """The weights of a folder without an index: model.safetensors, else the only file, else a full numbered set."""
+    found = [name for name in names if name.endswith(".safetensors")]
+    if not found:
+        _refuse_no_weights(path, names)
+    lone = [name for name in found if not _NUMBERED.fullmatch(name)]
+    if WEIGHTS in found or len(lone) == 1:
+        taken = WEIGHTS if WEIGHTS in found else lone[0]
+        warnings += [f"{_at(path, name)}: not used, {printable(taken)} was taken" for name in found if name != taken]
+        return [taken]
+    if lone:
+        listed = ", ".join(map(printable, lone))
+        raise WidenError(f"{_at(path)}: several weight files and none is {WEIGHTS}: {listed}; give the file itself")
+    _check_numbers(path, found)
+    warnings.append(f"{_at(path)}: no {WEIGHTS}.index.json; the shards were taken by the numbers in their names")
+    return found
+
+
+def _refuse_no_weights(path: Path, names: Sequence[str]) -> Never:
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    pickles = [name for name in names if name.endswith(_PICKLES)]
+    if ggufs:
+        raise WidenError(f"{_at(path, ggufs[0])}: the folder holds GGUF files; give the file itself")
+    if pickles:
+        # pytorch_model.bin before training_args.bin and the like.
+        name = min(pickles, key=lambda name: (not name.startswith("pytorch_model"), name))
+        raise WidenError(
+            f"{_at(path, name)}: is a pickle, which can run code and is not opened; convert it to safetensors: "
+            "load it with transformers where you trust it and call save_pretrained"
+        )
+    raise WidenError(f"{_at(path)}: no *.safetensors file in the folder")
+
+
+def _check_numbers(path: Path, names: Sequence[str]) -> None:
+    """Returns when the numbered files are one full set; WidenError that names what is missing."""
+    sets: dict[tuple[str, int], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, names)):
+        sets.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
+    if len(sets) > 1:
+        listed = ", ".join(f"{printable(stem)}-*-of-{count:05d}" for stem, count in sets)
+        raise WidenError(f"{_at(path)}: shards of several sets ({listed}) and no index; keep one set")
+    ((stem, count), numbers) = next(iter(sets.items()))
+    missing = [number for number in range(1, count + 1) if number not in numbers]
+    files = [_at(path, f"{stem}-{number:05d}-of-{count:05d}.safetensors") for number in missing]
+    _raise_capped(_at(path), [f"{file}: missing, the others of its set are there; download it again" for file in files])
+
+
+def _open_shards(
+    path: Path, shards: Sequence[str], index: _Index | None, dangling: Sequence[Path]
+) -> dict[str, SafetensorsHeader]:
+    """The header of every shard; WidenError with the faults of all of them, and every shard closed."""
+    headers: dict[str, SafetensorsHeader] = {}
+    faults = Faults()
+    for file in [*dangling, *(path / shard for shard in shards)]:
+        if index and not os.path.lexists(file):
+            faults.add(f"{_at(file)}: missing, {printable(index.name)} names it; download it again")
+            continue
+        try:
+            source = FileSource(file)
+        except WidenError as error:
+            faults.add(str(error))
+            continue
+        try:
+            headers[file.relative_to(path).as_posix()] = read_header(source)
+        except WidenError as error:
+            source.close()
+            for fault in error.faults:
+                faults.add(fault)
+    if faults.texts:
+        _close(headers.values())
+        _raise_capped(_at(path), faults.texts)
+    return headers
+
+
+def _close(headers: Iterable[SafetensorsHeader]) -> None:
+    for header in headers:
+        for tensor in header.tensors:
+            tensor.source.close()
+
+
+def _capped(name: str, texts: Sequence[str]) -> list[str]:
+    """The first texts and the number of the others."""
+    more = len(texts) - FAULT_LIMIT
+    return [*texts[:FAULT_LIMIT], f"{name}: ... and {more} more"] if more > 0 else list(texts)
+
+
+def _raise_capped(name: str, faults: Sequence[str]) -> None:
+    if faults:
+        raise WidenError(*_capped(name, faults))
+
+
+def _chosen(
+    path: Path, headers: Mapping[str, SafetensorsHeader], index: _Index | None, warnings: list[str]
+) -> tuple[StoredTensor, ...]:
+    """Each tensor once, from the shard the index points at; WidenError for a tensor that no shard holds."""
+    holders: dict[str, list[str]] = {}
+    for shard, header in headers.items():
+        for tensor in header.tensors:
+            holders.setdefault(tensor.name, []).append(shard)
+    where = index.weight_map if index else {}
+    at = _at(path, index.name) if index else _at(path)
+    faults = [
+        f"{at}: no shard holds {shown(name)}, which {shown(shard)} should; download the model again"
+        for name, shard in where.items()
+        if name not in holders
+    ]
+    taken: dict[str, str] = {}
+    doubts: list[str] = []
+    for name, shards in holders.items():
+        wanted = where.get(name)
+        if wanted not in shards and len(shards) > 1:
+            faults.append(f"{at}: {shown(name)} is in {_listed(shards)} and nothing says which counts; keep one")
+            continue
+        taken[name] = wanted if wanted in shards else shards[0]
+        doubts += _doubts(at, name, shards, wanted) if index else []
+    _raise_capped(at, faults)
+    warnings += _capped(at, doubts)
+    tensors = tuple(t for shard, header in headers.items() for t in header.tensors if taken[t.name] == shard)
+    total = sum(tensor.nbytes for tensor in tensors)
+    if index and index.total_size not in (None, total):
+        warnings.append(f"{at}: total_size is {shown(index.total_size)[1:-1]}, the tensors take {total} bytes")
+    return tensors
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(map(printable, names))
+
+
+def _doubts(at: str, name: str, shards: Sequence[str], wanted: str | None) -> list[str]:
+    if wanted is None:
+        return [f"{at}: does not list {shown(name)}, taken from {printable(shards[0])}"]
+    if wanted not in shards:
+        return [f"{at}: {shown(name)} is not in {printable(wanted)}, taken from {printable(shards[0])}"]
+    if len(shards) > 1:
+        return [f"{at}: {shown(name)} is in {_listed(shards)}, taken from {printable(wanted)}"]
+    return []
+
+
+def _companions(path: Path, warnings: list[str]) -> tuple[Path, ...]:
+    """The files to copy, relative and sorted; a warning for a dangling link and for weights in a sub-folder."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not _OTHER_FOLDERS.fullmatch(name))
+        for name in names:
+            file = Path(folder, name)
+            relative = file.relative_to(path)
+            lower = name.lower()
+            if lower.endswith(_WEIGHT_ENDS):
+                if lower.endswith((".safetensors", "pytorch_model.bin")) and len(relative.parts) > 1:
+                    warnings.append(f"{_at(file)}: weights in a sub-folder are not widened and not copied")
+            elif _is_companion(relative):
+                if file.is_file():
+                    found.append(relative)
+                elif file.is_symlink():
+                    warnings.append(
+                        f"{_at(file)}: not copied, is a link to {printable(os.path.realpath(file))}, which is missing"
+                    )
+    return tuple(sorted(found))
+
+
+def _is_companion(relative: Path) -> bool:
+    name = relative.name.lower()
+    if name.startswith(".") or name.endswith(".index.json") or relative == Path("config.json"):
+        return False
+    return name.endswith(_COMPANION_ENDS) or name.startswith(_COMPANION_STARTS)

@@ -1,0 +1,157 @@
+"""Reads a map's YAML into plain data that still knows the line and column of every key and value."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from widen_cli.errors import WidenError, printable
+
+_Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PLAIN_FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+Keys = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value stands; prints as `file:line:column`, both counted from 1."""
+
+    file: str
+    line: int
+    column: int
+
+    def plus(self, columns: int) -> Place:
+        return Place(self.file, self.line, self.column + columns)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+
+@dataclass
+class MapData:
+    """A document as nested dicts, lists and scalars, and the place of every key path in it.
+
+    `places` holds for a path the place of its value, `keys` that of its key.
+    """
+
+    value: dict[str, Any]
+    places: dict[Keys, Place] = field(default_factory=dict)
+    keys: dict[Keys, Place] = field(default_factory=dict)
+
+    def place(self, path: Keys) -> Place:
+        """The place of a path, or of its nearest known parent."""
+        while path and path not in self.places:
+            path = path[:-1]
+        return self.places[path]
+
+    def key_place(self, path: Keys) -> Place:
+        return self.keys.get(path) or self.place(path)
+
+
+def read_map_data(path: Path, shown: str) -> MapData:
+    """The YAML mapping in `path`. Raises WidenError with `shown:line:column` for what is no such thing."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise WidenError(f"{printable(shown)}: cannot read the map: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise WidenError(f"{printable(shown)}: the map is not UTF-8 text; is it the right file for --map?") from None
+    return parse_map_data(text, printable(shown))
+
+
+def parse_map_data(text: str, shown: str) -> MapData:
+    """As `read_map_data`, for a text."""
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise WidenError(f"{shown}{at}: {error.problem or error.context or 'no valid YAML'}") from None
+    except yaml.YAMLError as error:
+        raise WidenError(f"{shown}: no valid YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise WidenError(f"{shown}: the YAML is nested too deeply") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise WidenError(f"{shown}:1:1: a map is a YAML mapping of sections; see `widen-ckpt maps llama` for one")
+    data = MapData({})
+    data.value = _Builder(shown, data).build(node, ())
+    return data
+
+
+class _Builder:
+    def __init__(self, shown: str, data: MapData) -> None:
+        self.shown = shown
+        self.data = data
+        self.scalars = yaml.constructor.SafeConstructor()
+        self.open: set[int] = set()
+
+    def at(self, node: yaml.Node) -> Place:
+        quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"')
+        return Place(self.shown, node.start_mark.line + 1, node.start_mark.column + 1 + quoted)
+
+    def build(self, node: yaml.Node, path: Keys) -> Any:
+        self.data.places[path] = self.at(node)
+        if id(node) in self.open:
+            raise WidenError(f"{self.at(node)}: an alias may not contain itself")
+        self.open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self.mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.build(item, (*path, number)) for number, item in enumerate(node.value)]
+            return self.scalar(node)
+        finally:
+            self.open.discard(id(node))
+
+    def mapping(self, node: yaml.MappingNode, path: Keys) -> dict[str, Any]:
+        built: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = self.at(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise WidenError(f"{place}: a key is a plain word")
+            key = key_node.value
+            if key in built:
+                raise WidenError(f"{place}: '{key}' stands twice; the first is at {self.data.keys[(*path, key)]}")
+            self.data.keys[(*path, key)] = place
+            built[key] = self.build(value_node, (*path, key))
+        return built
+
+    def scalar(self, node: yaml.Node) -> Any:
+        try:
+            value = self.scalars.construct_object(node)  # type: ignore[no-untyped-call]
+        except (yaml.YAMLError, ValueError) as error:
+            raise WidenError(f"{self.at(node)}: cannot read '{node.value}': {str(error).splitlines()[0]}") from None
+        # YAML 1.1 reads `1e-5` as text for want of a dot; people write it as a number.
+        if isinstance(value, str) and node.style is None and _PLAIN_FLOAT.fullmatch(value):
+            return float(value)
+        return value
+
+
+def merged(parent: MapData, child: MapData) -> MapData:
+    """The child laid over the parent: sections merge key by key, other values replace, null removes."""
+    result = MapData({}, dict(parent.places), dict(parent.keys))
+    result.places.update(child.places)
+    result.keys.update(child.keys)
+    result.value = _overlaid(parent.value, child.value, depth=2)
+    return result
+
+
+def _overlaid(parent: dict[str, Any], child: dict[str, Any], depth: int) -> dict[str, Any]:
+    combined = dict(parent)
+    for key, value in child.items():
+        inherited = combined.get(key)
+        if depth > 1 and isinstance(value, dict) and isinstance(inherited, dict):
+            combined[key] = _overlaid(inherited, value, depth - 1)
+        elif value is None and depth == 1:
+            combined.pop(key, None)
+        else:
+            combined[key] = value
+    return combined

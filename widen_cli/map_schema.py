@@ -1,0 +1,120 @@
+"""What a map may say, as a pydantic schema; faults come back with the line and column they stand at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from widen_cli.errors import WidenError, did_you_mean
+from widen_cli.map_file import Keys, MapData
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class MatchSection(_Section):
+    model_type: list[str] = []
+
+
+class AxisSection(_Section):
+    key: str | list[str] | None = None
+    size: str | int | None = None
+    otherwise: str | int | None = Field(default=None, alias="else")
+    fixed: bool = False
+
+
+class TensorSection(_Section):
+    shape: str
+    condition: str | None = Field(default=None, alias="if")
+    when: str | bool | None = None
+    times: str | None = None
+    offset: int = 0
+
+
+class TieSection(_Section):
+    tensor: str
+    to: str
+    when: str | bool = True
+
+
+class GrowthSection(_Section):
+    width: list[str]
+    heads: list[str] = []
+    head_dim: str | None = None
+
+
+class MapDocument(_Section):
+    architecture: str
+    extends: str | None = None
+    match: MatchSection = MatchSection()
+    prefixes: dict[str, list[str]] = {}
+    synonyms: dict[str, str] = {}
+    repeats: dict[str, str] = {}
+    config: dict[str, Any] = {}
+    axes: dict[str, AxisSection]
+    growth: GrowthSection
+    requires: list[str] = []
+    spaces: dict[str, str] = {}
+    tensors: dict[str, list[TensorSection]]
+    tied: list[TieSection] = []
+    drop: list[str] = []
+    sidecars: dict[str, dict[str, str]] = {}
+
+
+def map_document(data: MapData) -> MapDocument:
+    """The checked document. Raises WidenError with every fault of form, each with its place."""
+    try:
+        return MapDocument.model_validate(_spelled_out(data.value))
+    except ValidationError as error:
+        raise WidenError(*(_fault(data, fault) for fault in error.errors())) from None
+
+
+def _spelled_out(value: dict[str, Any]) -> dict[str, Any]:
+    """The short forms of the language in their long form: a shape alone, an axis that is a size alone."""
+    spelled = dict(value)
+    tensors = value.get("tensors")
+    if isinstance(tensors, dict):
+        spelled["tensors"] = {name: _tensor_rules(rule) for name, rule in tensors.items()}
+    axes = value.get("axes")
+    if isinstance(axes, dict):
+        spelled["axes"] = {name: {"size": rule} if isinstance(rule, int | str) else rule for name, rule in axes.items()}
+    return spelled
+
+
+def _tensor_rules(rule: Any) -> Any:
+    rules = rule if isinstance(rule, list) else [rule]
+    return [{"shape": one} if isinstance(one, str) else one for one in rules]
+
+
+def _fault(data: MapData, fault: Any) -> str:
+    path, kind = tuple(fault["loc"]), fault["type"]
+    place = data.key_place(real_path(data, path))
+    word = str(path[-1]) if path else ""
+    if kind == "extra_forbidden":
+        return f"{place}: unknown key '{word}'{did_you_mean(word, _known_keys(path))}"
+    if kind == "missing":
+        return f"{place}: '{word}' is missing{'' if len(path) == 1 else ' here'}"
+    return f"{place}: {fault['msg'][0].lower()}{fault['msg'][1:]}, in '{'.'.join(str(part) for part in path)}'"
+
+
+def real_path(data: MapData, path: Keys) -> Keys:
+    """The path as it stands in the file: the short forms have no list index and no inner key."""
+    real: Keys = ()
+    for part in path:
+        if (*real, part) in data.places:
+            real = (*real, part)
+    return real
+
+
+def _known_keys(path: Keys) -> list[str]:
+    sections: dict[str, type[BaseModel]] = {
+        "match": MatchSection,
+        "axes": AxisSection,
+        "tensors": TensorSection,
+        "tied": TieSection,
+        "growth": GrowthSection,
+    }
+    section = MapDocument if len(path) == 1 else sections.get(str(path[0]), MapDocument)
+    return [field.alias or name for name, field in section.model_fields.items()]

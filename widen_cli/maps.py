@@ -1,0 +1,322 @@
+"""Architecture maps: the rules a family's checkpoints follow, read from YAML and checked. docs/maps.md is the language."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from widen_cli.errors import Faults, WidenError, did_you_mean
+from widen_cli.formulas import Formula, FormulaSyntaxError, parse_formula
+from widen_cli.map_file import Keys, MapData, Place, merged, read_map_data
+from widen_cli.map_schema import MapDocument, map_document, real_path
+from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
+
+# How a function passes a scale on: f(s x) = s**degree f(x). Functions that are not named here are not homogeneous,
+# so their argument has to keep scale 1, which is right for every function.
+HOMOGENEOUS = {"relu": 1, "leaky_relu": 1, "relu2": 2, "relu_squared": 2, "linear": 1, "identity": 1}
+NOT_HOMOGENEOUS = ("softmax", "tanh", "gelu", "silu", "sigmoid", "softplus", "exp")
+POSITIONS = ("rope", "alibi", "sinusoid")
+FORMULA_FUNCTIONS = (*HOMOGENEOUS, *NOT_HOMOGENEOUS, *POSITIONS, "norm", "sqrt")
+CONDITION_FUNCTIONS = ("is_class", "has")
+
+Parsed = TypeVar("Parsed")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A size that may grow: the config keys that may hold it, or the formula that gives it."""
+
+    name: str
+    keys: tuple[str, ...]
+    size: Formula | None
+    otherwise: Formula | None
+    fixed: bool
+
+    @property
+    def computed(self) -> bool:
+        """True for a size that no key holds, so that it follows other sizes."""
+        return not self.keys and self.size is not None
+
+
+@dataclass(frozen=True)
+class Space:
+    """Activations that share one scale: the axis they lie on, or the formula they come out of."""
+
+    name: str
+    axis: str | None
+    formula: Formula | None
+    place: Place
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """How the tensors of one name pattern are stored.
+
+    `need` is `each` (a tensor for every layer), `all-or-none` (name?) or `any` (name??).
+    """
+
+    pattern: str
+    shape: Shape
+    condition: Formula | None
+    when: Formula | None
+    times: Formula | None
+    offset: int
+    need: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Tie:
+    """`tensor` is the same weight as `to` where `when` holds."""
+
+    tensor: str
+    to: str
+    when: Formula
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Which axes make the model wider, and the two ways its attention can follow."""
+
+    width: tuple[str, ...]
+    heads: tuple[str, ...]
+    head_dim: str | None
+
+
+@dataclass(frozen=True)
+class ArchitectureMap:
+    """A checked map. Shapes and formulas are parsed, every name in them is known."""
+
+    architecture: str
+    file: str
+    model_types: tuple[str, ...]
+    prefixes: dict[str, tuple[str, ...]]
+    synonyms: dict[str, str]
+    repeats: dict[str, str]
+    defaults: dict[str, Any]
+    axes: dict[str, Axis]
+    growth: Growth
+    requires: tuple[Formula, ...]
+    spaces: dict[str, Space]
+    tensors: tuple[TensorRule, ...]
+    tied: tuple[Tie, ...]
+    drop: tuple[str, ...]
+    sidecars: dict[str, dict[str, str]]
+
+    def spellings(self) -> Iterator[tuple[tuple[str, str], ...]]:
+        """The ways a checkpoint may spell the map's prefixes, as (prefix, written) pairs; the map's own first."""
+        yield ()
+        for prefix, others in self.prefixes.items():
+            for other in others:
+                yield ((prefix, other),)
+
+
+def name_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a name pattern: `*` is one part between dots, `{axis}` a number in the name."""
+    parts = re.split(r"(\*|\{\w+\})", pattern)
+    return re.compile("".join(_part_expression(part) for part in parts))
+
+
+def _part_expression(part: str) -> str:
+    if part == "*":
+        return r"([^.]+)"
+    return rf"(?P<{part[1:-1]}>\d+)" if part.startswith("{") else re.escape(part)
+
+
+def load_map(path: Path, shown: str | None = None) -> ArchitectureMap:
+    """The map in a file, laid over the one it extends. Raises WidenError with every fault and its file:line:column."""
+    data = _with_parents(path, shown or path.name, ())
+    return _Compiler(data, shown or path.name).compile(map_document(data))
+
+
+def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
+    data = read_map_data(path, shown)
+    parent = data.value.get("extends")
+    if not isinstance(parent, str):
+        return data
+    place = data.place(("extends",))
+    found = path.with_name(f"{parent}.yaml")
+    if not found.is_file():
+        found = catalog_path(parent) or found
+    if not found.is_file():
+        raise WidenError(f"{place}: there is no map '{parent}' to extend{did_you_mean(parent, map_names())}")
+    if found.resolve() in (*seen, path.resolve()):
+        raise WidenError(f"{place}: '{parent}' extends itself")
+    return merged(_with_parents(found, found.name, (*seen, path.resolve())), data)
+
+
+class _Compiler:
+    def __init__(self, data: MapData, shown: str) -> None:
+        self.data = data
+        self.shown = shown
+        self.faults = Faults()
+
+    def compile(self, document: MapDocument) -> ArchitectureMap:
+        with self.faults:
+            axes = {name: self.axis(name, document) for name in document.axes}
+            spaces = {name: self.space(name, text, document) for name, text in document.spaces.items()}
+            tensors = tuple(self.tensor_rules(document))
+            self.check_names(document)
+            return ArchitectureMap(
+                architecture=document.architecture,
+                file=self.shown,
+                model_types=tuple(document.match.model_type),
+                prefixes={prefix: tuple(others) for prefix, others in document.prefixes.items()},
+                synonyms=document.synonyms,
+                repeats=document.repeats,
+                defaults=document.config,
+                axes=axes,
+                growth=Growth(tuple(document.growth.width), tuple(document.growth.heads), document.growth.head_dim),
+                requires=tuple(
+                    self.condition(text, ("requires", n), document) for n, text in enumerate(document.requires)
+                ),
+                spaces=spaces,
+                tensors=tensors,
+                tied=tuple(
+                    Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
+                    for n, tie in enumerate(document.tied)
+                ),
+                drop=tuple(document.drop),
+                sidecars=document.sidecars,
+            )
+
+    def fault(self, path: Keys, message: str, column: int = 0) -> None:
+        self.faults.add(f"{self.data.place(real_path(self.data, path)).plus(column)}: {message}")
+
+    def parsed(self, parse: Callable[[str], Parsed], text: str, path: Keys, instead: str) -> Parsed:
+        try:
+            return parse(text)
+        except (ShapeSyntaxError, FormulaSyntaxError) as error:
+            self.fault(path, error.message, error.column)
+            return parse(instead)
+
+    def axis(self, name: str, document: MapDocument) -> Axis:
+        section = document.axes[name]
+        keys = [section.key] if isinstance(section.key, str) else section.key or []
+        formulas = [
+            None if text is None else self.condition(str(text), ("axes", name, key), document)
+            for key, text in (("size", section.size), ("else", section.otherwise))
+        ]
+        if section.size is not None and keys:
+            self.fault(
+                ("axes", name), f"axis '{name}' has a 'key' and a 'size'; say 'else' for what an absent key means"
+            )
+        if section.size is None and not keys and not section.fixed:
+            self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
+        return Axis(name, tuple(keys), *formulas, section.fixed)
+
+    def space(self, name: str, text: str, document: MapDocument) -> Space:
+        path = ("spaces", name)
+        place = self.data.place(path)
+        if text in document.axes:
+            return Space(name, text, None, place)
+        formula = self.parsed(parse_formula, text, path, "1")
+        known = {*document.axes, *document.spaces, *document.config}
+        self.check_formula(formula, path, known, (*FORMULA_FUNCTIONS, *document.config))
+        return Space(name, name if name in document.axes else None, formula, place)
+
+    def condition(
+        self, text: str, path: Keys, document: MapDocument, functions: Iterable[str] = CONDITION_FUNCTIONS
+    ) -> Formula:
+        formula = self.parsed(parse_formula, text, path, "True")
+        keys = {
+            key
+            for axis in document.axes.values()
+            for key in ([axis.key] if isinstance(axis.key, str) else axis.key or [])
+        }
+        self.check_formula(formula, path, {*document.axes, *document.config, *keys}, functions)
+        return formula
+
+    def check_formula(self, formula: Formula, path: Keys, known: Iterable[str], functions: Iterable[str]) -> None:
+        for name, column, called in formula.names():
+            words = set(functions if called else known)
+            if name not in words:
+                what = "function or config key" if called else "axis, space or config key"
+                self.fault(path, f"'{name}' is no {what} of this map{did_you_mean(name, words)}", column)
+
+    def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
+        for name, sections in document.tensors.items():
+            pattern = name.rstrip("?")
+            need = {0: "each", 1: "all-or-none", 2: "any"}.get(len(name) - len(pattern))
+            if need is None:
+                self.fault(("tensors", name), "a name ends with at most two question marks")
+            for number, section in enumerate(sections):
+                path: Keys = ("tensors", name, number)
+                shape = self.parsed(parse_shape, section.shape, (*path, "shape"), "1")
+                self.check_shape(shape, (*path, "shape"), document)
+                conditions = [
+                    None if text is None else self.condition(str(text), (*path, key), document, functions)
+                    for key, text, functions in (
+                        ("if", section.condition, CONDITION_FUNCTIONS),
+                        ("when", section.when, CONDITION_FUNCTIONS),
+                        ("times", section.times, ("sqrt",)),
+                    )
+                ]
+                place = self.data.key_place(("tensors", name))
+                yield TensorRule(pattern, shape, *conditions, section.offset, need or "each", place)
+
+    def check_shape(self, shape: Shape, path: Keys, document: MapDocument) -> None:
+        words = {*document.axes, *document.spaces}
+        for name, _ in shape.names():
+            if not name.text.isdigit() and name.text not in words:
+                self.fault(
+                    path, f"'{name.text}' is no axis or space of this map{did_you_mean(name.text, words)}", name.column
+                )
+
+    def check_names(self, document: MapDocument) -> None:
+        growth = document.growth
+        uses: list[tuple[Keys, str, Iterable[str]]] = [
+            *((("growth", "width", n), axis, document.axes) for n, axis in enumerate(growth.width)),
+            *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
+            *([(("growth", "head_dim"), growth.head_dim, document.axes)] if growth.head_dim else []),
+            *(
+                (("sidecars", file, key), axis, document.axes)
+                for file, keys in document.sidecars.items()
+                for key, axis in keys.items()
+            ),
+        ]
+        patterns = {name.rstrip("?") for name in document.tensors}
+        for number, tie in enumerate(document.tied):
+            uses += [(("tied", number, "tensor"), tie.tensor, patterns), (("tied", number, "to"), tie.to, patterns)]
+        for path, word, known in uses:
+            if word not in known:
+                what = "tensor" if path[0] == "tied" else "axis"
+                self.fault(path, f"'{word}' is no {what} of this map{did_you_mean(word, known)}")
+
+
+def _configs() -> Path:
+    """The folder of maps: inside the package in a wheel, beside it in a checkout."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def map_names() -> list[str]:
+    """The names of the maps that come with the tool, sorted."""
+    return sorted(path.stem for path in _configs().glob("*.yaml"))
+
+
+def catalog_path(name: str) -> Path | None:
+    """The file of a map that comes with the tool, or None."""
+    return _configs() / f"{name}.yaml" if name in map_names() else None
+
+
+@cache
+def catalog_map(name: str) -> ArchitectureMap:
+    """A map that comes with the tool. Raises WidenError with a near miss for an unknown name."""
+    path = catalog_path(name)
+    if path is None:
+        raise WidenError(
+            f"map '{name}': there is no such map{did_you_mean(name, map_names())}; `widen-ckpt maps` lists them"
+        )
+    return load_map(path)
+
+
+def map_for_model_type(model_type: str) -> ArchitectureMap | None:
+    """The map whose `match` names the config's `model_type`, or None."""
+    named = catalog_path(model_type)
+    candidates = ([model_type] if named else []) + [name for name in map_names() if name != model_type]
+    return next((found for name in candidates if model_type in (found := catalog_map(name)).model_types), None)

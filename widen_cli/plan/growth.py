@@ -1,0 +1,185 @@
+"""By which factor each axis grows: what was asked, what the family does by default, what the config ties together."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from widen_cli.errors import WidenError, did_you_mean
+from widen_cli.formulas import Formula, dotted
+from widen_cli.maps import POSITIONS, ArchitectureMap
+from widen_cli.plan.sizes import axis_of
+
+
+@dataclass(frozen=True)
+class AxisGrowth:
+    """The factor of every axis, and in words what followed from what."""
+
+    factors: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def parse_grow(text: str, option: str = "--grow") -> dict[str, int]:
+    """The factors of `hidden=2,intermediate=3`. Raises WidenError with an example for what cannot be read."""
+    factors: dict[str, int] = {}
+    for piece in text.split(","):
+        axis, equals, number = (part.strip() for part in piece.partition("="))
+        if not equals or not axis or not number.isdecimal() or int(number) < 1:
+            raise WidenError(
+                f"{option} {text}: '{piece}' is no axis=factor with a whole factor; write for example hidden=2,intermediate=3"
+            )
+        if axis in factors:
+            raise WidenError(f"{option} {text}: '{axis}' stands twice")
+        factors[axis] = int(number)
+    return factors
+
+
+def axis_growth(
+    architecture: ArchitectureMap,
+    factor: int | None,
+    asked: Mapping[str, int],
+    by_heads: bool,
+    positions: Mapping[str, set[str]],
+) -> AxisGrowth:
+    """The factor of every axis.
+
+    `factor` grows the family's width axes and its attention, by heads or by head size as `by_heads` says;
+    `asked` sets single axes. An axis that the config ties to others (hidden = heads * head_dim) follows them.
+    `positions` names the axes that rotary angles, ALiBi slopes or run-time sinusoids stand on.
+    Raises WidenError with every axis that cannot grow so, and why.
+    """
+    _check_asked(architecture, asked)
+    growth = architecture.growth
+    wanted = {axis: factor for axis in growth.width if factor} | dict(asked)
+    hidden = growth.width[0]
+    if factor:
+        attention = growth.heads if by_heads else (growth.head_dim,) if growth.head_dim else ()
+        computed = {axis for axis in attention if axis and architecture.axes[axis].computed}
+        if not any(axis in asked for axis in (*growth.heads, growth.head_dim)):
+            wanted |= {axis: factor for axis in attention if axis and axis not in computed}
+    for completion in _completions(architecture, wanted, asked, by_heads, hidden):
+        factors = _all_factors(architecture, completion)
+        if factors is not None and all(factors[axis] == number for axis, number in asked.items()):
+            _check_positions(factors, positions)
+            return AxisGrowth(factors, _notes(factors, wanted))
+    raise WidenError(_impossible(architecture, wanted))
+
+
+def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, int]) -> None:
+    growing = [
+        name
+        for name, axis in architecture.axes.items()
+        if not axis.fixed and (axis.keys or name == architecture.growth.head_dim)
+    ]
+    faults = []
+    for axis in asked:
+        if axis not in architecture.axes:
+            faults.append(
+                f"--grow {axis}: map '{architecture.architecture}' has no such axis{did_you_mean(axis, growing)}; it has {', '.join(growing)}"
+            )
+        elif axis not in growing and asked[axis] != 1:
+            faults.append(f"--grow {axis}: '{axis}' cannot grow; these can: {', '.join(growing)}")
+    if faults:
+        raise WidenError(*faults)
+
+
+def _completions(
+    architecture: ArchitectureMap, wanted: Mapping[str, int], asked: Mapping[str, int], by_heads: bool, hidden: str
+) -> list[dict[str, int]]:
+    """Ways to fill in the axes that were not asked for, the family's own way first."""
+    growth = architecture.growth
+    head_dim = growth.head_dim
+    tied = head_dim is not None and architecture.axes[head_dim].computed
+    width = wanted.get(hidden, 1)
+    ways: list[dict[str, int]] = []
+    if tied and head_dim is not None:
+        free_heads = not any(axis in asked for axis in growth.heads)
+        if free_heads and head_dim in wanted and width % wanted[head_dim] == 0 and width > 1:
+            ways.append(dict.fromkeys(growth.heads, width // wanted[head_dim]))
+        if free_heads and head_dim not in wanted and by_heads:
+            ways.append(dict.fromkeys(growth.heads, width))
+    ways.append({})
+    if tied and hidden not in asked:
+        ways.append({hidden: wanted.get(growth.heads[0], 1) * wanted.get(str(head_dim), 1)})
+    return [{**way, **wanted, **({hidden: way[hidden]} if hidden in way else {})} for way in ways]
+
+
+def _all_factors(architecture: ArchitectureMap, chosen: Mapping[str, int]) -> dict[str, int] | None:
+    """Factors of every axis from those of the ones with keys; None where one would be no whole number."""
+    factors = {name: Fraction(1 if axis.fixed else chosen.get(name, 1)) for name, axis in architecture.axes.items()}
+    for _ in architecture.axes:
+        for name, axis in architecture.axes.items():
+            if axis.computed and axis.size is not None and not axis.fixed:
+                factors[name] = _factor_of(axis.size.tree, factors)
+    if any(factor.denominator != 1 or factor < 1 for factor in factors.values()):
+        return None
+    return {name: int(factor) for name, factor in factors.items()}
+
+
+def _factor_of(node: ast.expr, factors: Mapping[str, Fraction]) -> Fraction:
+    """By how much a size formula grows; a product of axes grows by the product of their factors."""
+    match node:
+        case ast.Name() | ast.Attribute():
+            return factors.get(dotted(node), Fraction(1))
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _factor_of(left, factors) * _factor_of(right, factors)
+        case ast.BinOp(left=left, op=ast.Div() | ast.FloorDiv(), right=right):
+            return _factor_of(left, factors) / _factor_of(right, factors)
+        case ast.BinOp(left=left, right=right):
+            both = {_factor_of(left, factors), _factor_of(right, factors)}
+            return both.pop() if len(both) == 1 else Fraction(0)
+    return Fraction(1)
+
+
+def _check_positions(factors: Mapping[str, int], positions: Mapping[str, set[str]]) -> None:
+    reasons = {
+        "rope": "its rotary angles depend on the head size, and a plain repeat gives the copies other angles; grow heads instead",
+        "alibi": "ALiBi's slopes depend on the number of heads; grow head_dim instead",
+        "sinusoid": "its positions are sinusoids computed at run time, which do not follow a repeat",
+    }
+    faults = [
+        f"--grow {axis}={factors[axis]}: '{axis}' cannot grow exactly: {reasons[kind]}"
+        for kind in POSITIONS
+        for axis in sorted(positions.get(kind, set()))
+        if factors[axis] != 1
+    ]
+    if faults:
+        raise WidenError(*faults)
+
+
+def _notes(factors: Mapping[str, int], wanted: Mapping[str, int]) -> tuple[str, ...]:
+    grown = [name for name, number in factors.items() if number != wanted.get(name, 1)]
+    return tuple(f"{name} grows {factors[name]}x with what it is tied to" for name in grown)
+
+
+def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, int]) -> str:
+    tied = [
+        f"{name} = {axis.size.text}"
+        for name, axis in architecture.axes.items()
+        if axis.computed and axis.size and not axis.size.text.isdigit()
+    ]
+    asked = ",".join(f"{axis}={number}" for axis, number in wanted.items())
+    return f"--grow {asked}: does not go with {' and '.join(tied)}, which the config of '{architecture.architecture}' fixes; every factor has to stay a whole number"
+
+
+def position_axes(architecture: ArchitectureMap, formulas: Mapping[str, Formula]) -> dict[str, set[str]]:
+    """The axes that rotary angles, ALiBi slopes or sinusoids stand on, by kind, with the axes those are computed from."""
+    found: dict[str, set[str]] = {}
+    for formula in formulas.values():
+        for node in ast.walk(formula.tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in POSITIONS:
+                for argument in node.args:
+                    axis = axis_of(architecture, dotted(argument))
+                    if axis is not None:
+                        found.setdefault(node.func.id, set()).update(_roots(architecture, axis.name))
+    return found
+
+
+def _roots(architecture: ArchitectureMap, name: str) -> set[str]:
+    axis = architecture.axes[name]
+    if name == architecture.growth.head_dim or not axis.computed or axis.size is None:
+        return {name}
+    inner = {word for word, _, _ in axis.size.names() if word in architecture.axes}
+    return set().union(*(_roots(architecture, word) for word in inner)) if inner else {name}

@@ -1,0 +1,242 @@
+"""Which rule of a map each stored tensor follows, and which tensors are missing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from widen_cli.config import MISSING, ModelConfig
+from widen_cli.dtypes import DType
+from widen_cli.errors import Faults, did_you_mean, printable
+from widen_cli.formulas import Lookup, UnknownValueError, holds
+from widen_cli.maps import ArchitectureMap, TensorRule, Tie, name_pattern
+
+
+class StoredHeader(Protocol):
+    """What the planner knows of a stored tensor: its header entry, never its bytes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> DType: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A stored tensor, the rule it follows and what the pattern's wildcards stood for."""
+
+    tensor: StoredHeader
+    rule: TensorRule
+    wildcards: tuple[str, ...]
+    numbers: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Match:
+    """The outcome for one checkpoint.
+
+    `carried` are copied unchanged (integers, scalars and empty tensors that no rule names),
+    `dropped` left out, `strangers` are weights that no rule names.
+    """
+
+    matched: list[Matched] = field(default_factory=list)
+    carried: list[StoredHeader] = field(default_factory=list)
+    dropped: list[StoredHeader] = field(default_factory=list)
+    strangers: list[StoredHeader] = field(default_factory=list)
+    spelling: tuple[tuple[str, str], ...] = ()
+    ties: tuple[Tie, ...] = ()
+
+    def written(self, pattern: str) -> str:
+        """A map's name pattern as this checkpoint spells it."""
+        for prefix, other in self.spelling:
+            if pattern.startswith(prefix):
+                return other + pattern[len(prefix) :]
+        return pattern
+
+    def by_name(self, name: str) -> Matched | None:
+        """The tensor that the map calls `name`, if it is stored."""
+        written = self.written(name)
+        return next((found for found in self.matched if found.tensor.name == written), None)
+
+
+def config_lookup(architecture: ArchitectureMap, config: ModelConfig) -> Lookup:
+    """Config values by key: what the config holds, else the map's default. Raises UnknownValueError for the rest."""
+
+    def lookup(key: str) -> Any:
+        value = config.get(key, MISSING)
+        if value is MISSING:
+            value = architecture.defaults.get(key, MISSING)
+        if value is MISSING:
+            raise UnknownValueError(key)
+        return value
+
+    return lookup
+
+
+def match_tensors(architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig) -> Match:
+    """Matches by the spelling of the prefixes under which the most tensors find a rule."""
+    candidates = [_matched_under(architecture, tensors, config, spelling) for spelling in architecture.spellings()]
+    return max(candidates, key=lambda match: len(match.matched))
+
+
+def _matched_under(
+    architecture: ArchitectureMap,
+    tensors: Sequence[StoredHeader],
+    config: ModelConfig,
+    spelling: tuple[tuple[str, str], ...],
+) -> Match:
+    match = Match(spelling=spelling)
+    names = {_canonical(tensor.name, architecture.synonyms) for tensor in tensors}
+    lookup = config_lookup(architecture, config)
+
+    def condition(rule: TensorRule) -> bool:
+        return rule.condition is None or holds_with_names(rule.condition, lookup, names, match, unknown=False)
+
+    rules = [(name_pattern(match.written(rule.pattern)), rule) for rule in architecture.tensors if condition(rule)]
+    drops = [name_pattern(match.written(pattern)) for pattern in architecture.drop]
+    for tensor in tensors:
+        name = _canonical(tensor.name, architecture.synonyms)
+        if any(drop.fullmatch(name) for drop in drops):
+            match.dropped.append(tensor)
+        elif found := _first_match(rules, name):
+            rule, hit = found
+            numbers = {axis: int(number) for axis, number in hit.groupdict().items()}
+            wildcards = tuple(group for group in hit.groups() if group not in hit.groupdict().values())
+            match.matched.append(Matched(tensor, rule, wildcards, numbers))
+        elif tensor.dtype.kind == "integer" or not tensor.shape or 0 in tensor.shape:
+            match.carried.append(tensor)
+        else:
+            match.strangers.append(tensor)
+    match.ties = tuple(
+        tie for tie in architecture.tied if holds_with_names(tie.when, lookup, names, match, unknown=True)
+    )
+    return match
+
+
+def _canonical(name: str, synonyms: dict[str, str]) -> str:
+    for other, word in synonyms.items():
+        if name == other or name.endswith("." + other):
+            return name[: len(name) - len(other)] + word
+    return name
+
+
+def _first_match(rules: list[tuple[re.Pattern[str], TensorRule]], name: str) -> tuple[TensorRule, re.Match[str]] | None:
+    for pattern, rule in rules:
+        if hit := pattern.fullmatch(name):
+            return rule, hit
+    return None
+
+
+def holds_with_names(formula: Any, lookup: Lookup, names: set[str], match: Match, unknown: bool) -> bool:
+    """A condition in which `has("tensor")` asks whether the checkpoint stores it."""
+    return holds(formula, lookup, unknown, has=lambda name: match.written(name) in names)
+
+
+def missing_tensors(architecture: ArchitectureMap, match: Match, config: ModelConfig) -> list[str]:
+    """The names of tensors that the map asks for and the checkpoint lacks.
+
+    How many layers there are says the config, or without one the highest number found.
+    """
+    lookup = config_lookup(architecture, config)
+    names = {_canonical(item.tensor.name, architecture.synonyms) for item in match.matched}
+    tied = {tie.tensor for tie in match.ties}
+    found: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    for item in match.matched:
+        found[item.rule.pattern].add(item.wildcards)
+    counts = _layer_counts(architecture, match, lookup)
+    missing: list[str] = []
+    for rule in architecture.tensors:
+        if rule.condition is not None and not holds_with_names(rule.condition, lookup, names, match, unknown=False):
+            continue
+        needed = rule.need == "each" and rule.pattern not in tied
+        if rule.when is not None:
+            needed = needed and holds_with_names(rule.when, lookup, names, match, unknown=False)
+        if rule.need == "any" or "{" in rule.pattern or not (needed or found[rule.pattern]):
+            continue
+        missing += _absent(rule, match, found[rule.pattern], counts)
+    return missing
+
+
+def _layer_counts(architecture: ArchitectureMap, match: Match, lookup: Lookup) -> dict[str, int]:
+    """How many layers each repeated pattern has."""
+    counts: dict[str, int] = {}
+    for pattern, key in architecture.repeats.items():
+        try:
+            counts[pattern] = int(lookup(key))
+        except (UnknownValueError, TypeError, ValueError):
+            head = re.compile(name_pattern(match.written(pattern)).pattern + r"(\.|$)")
+            hits = [head.match(item.tensor.name) for item in match.matched]
+            numbers = [int(hit.group(1)) for hit in hits if hit and hit.group(1).isdigit()]
+            counts[pattern] = max(numbers, default=-1) + 1
+    return counts
+
+
+def _absent(rule: TensorRule, match: Match, found: set[tuple[str, ...]], counts: dict[str, int]) -> list[str]:
+    stars = rule.pattern.count("*")
+    repeated = next((pattern for pattern in counts if rule.pattern.startswith(pattern)), None)
+    if stars == 0:
+        return [] if found else [match.written(rule.pattern)]
+    if stars > 1 or repeated is None:
+        return []
+    return [
+        match.written(rule.pattern).replace("*", str(number))
+        for number in range(counts[repeated])
+        if (str(number),) not in found
+    ]
+
+
+def report_strangers(faults: Faults, file: str, architecture: ArchitectureMap, match: Match, limit: int = 8) -> None:
+    """Adds a fault for each weight that no rule names, telling what is known of its kind."""
+    names = [tensor.name for tensor in match.strangers]
+    known = [match.written(rule.pattern) for rule in architecture.tensors]
+    for tensor in match.strangers[:limit]:
+        hint = next((text for mark, text in _KNOWN_KINDS.items() if mark in tensor.name), None)
+        nearest = did_you_mean(re.sub(r"\.\d+\.", ".*.", tensor.name), known)
+        advice = hint or (
+            f"map '{architecture.architecture}' does not know this weight{nearest}, and copying it unwidened would break the model; "
+            "add it to a map of your own (--map), or leave it out of the checkpoint"
+        )
+        faults.add(f"{file}: unknown tensor '{printable(tensor.name)}' {list(tensor.shape)}: {advice}")
+    if len(names) > limit:
+        faults.add(f"{file}: ... and {len(names) - limit} more unknown tensors")
+
+
+_KNOWN_KINDS = {
+    "weight_scale_inv": "block-scaled FP8, a weight that means nothing without its scale; dequantise the model first",
+    "lora_A": "a LoRA adapter and no model; merge it into its base first",
+    "lora_B": "a LoRA adapter and no model; merge it into its base first",
+    ".qweight": "packed GPTQ or AWQ weights, which must not be repeated; use the unquantised model",
+    ".absmax": "bitsandbytes 4-bit weights; use the unquantised model",
+    ".quant_state": "bitsandbytes 4-bit weights; use the unquantised model",
+    "query_key_value": (
+        "fused q, k and v, whose row order cannot be seen from the shape; it must come from a map (--map) "
+        "that says (heads (q | k | v)) or (heads q | heads k | heads v)"
+    ),
+}
+
+
+def common_prefix(architecture: ArchitectureMap, tensors: Sequence[StoredHeader]) -> str | None:
+    """A foreign prefix (such as `_orig_mod.` or `module.`) after which the names would match, or None."""
+    patterns = [name_pattern(rule.pattern) for rule in architecture.tensors]
+    first = next((tensor.name for tensor in tensors), "")
+    for end in [place + 1 for place, letter in enumerate(first) if letter == "."]:
+        prefix = first[:end]
+        if all(tensor.name.startswith(prefix) for tensor in tensors) and all(
+            any(pattern.fullmatch(tensor.name[end:]) for pattern in patterns) for tensor in tensors
+        ):
+            return prefix
+    return None
+
+
+def weight_count(items: Iterable[StoredHeader]) -> int:
+    """How many elements the tensors hold together."""
+    return sum(math.prod(item.shape) for item in items)
+
+
+Condition = Callable[[TensorRule], bool]

@@ -1,0 +1,314 @@
+"""Makes the plan: matches, sizes, growth, laws, then a growth tree for every tensor and the config's changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from widen_cli.config import ModelConfig
+from widen_cli.dtypes import CONFIG_NAMES, DType
+from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.formulas import UnknownValueError
+from widen_cli.maps import ArchitectureMap
+from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes
+from widen_cli.plan.match import Match, StoredHeader, common_prefix, match_tensors, missing_tensors, report_strangers
+from widen_cli.plan.modes import MODES
+from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange, Plan, TensorPlan
+from widen_cli.plan.sizes import Sizes, resolve_sizes
+from widen_cli.plan.spaces import SpaceScales
+from widen_cli.plan.trees import TreeBuilder, UnknownSizeError
+from widen_cli.scales import ContradictionError
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the user asked for; `file` is the input's name in messages."""
+
+    file: str
+    factor: int | None = None
+    grow: dict[str, int] = field(default_factory=dict)
+    scaling: str = "auto"
+    dtype: DType | None = None
+
+
+def make_plan(
+    architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, request: PlanRequest
+) -> Plan:
+    """The plan for a checkpoint. Raises WidenError with every fault of the input and the request."""
+    match = match_tensors(architecture, tensors, config)
+    faults = Faults()
+    with faults:
+        sizes = _check_input(architecture, match, tensors, config, request, faults)
+    positions = position_axes(
+        architecture, {name: space.formula for name, space in architecture.spaces.items() if space.formula}
+    )
+    growth = axis_growth(
+        architecture, request.factor, request.grow, _by_heads(architecture, match, positions), positions
+    )
+    _check_requirements(architecture, sizes, growth, request.file)
+    return _Planner(architecture, match, sizes, growth, config, request).plan(tensors)
+
+
+def _check_input(
+    architecture: ArchitectureMap,
+    match: Match,
+    tensors: Sequence[StoredHeader],
+    config: ModelConfig,
+    request: PlanRequest,
+    faults: Faults,
+) -> Sizes:
+    file = printable(request.file)
+    if match.strangers and not match.matched and (prefix := common_prefix(architecture, tensors)):
+        raise WidenError(
+            f"{file}: every tensor name starts with '{printable(prefix)}', which '{architecture.architecture}' does not have; "
+            f"the names match without it: give --strip-prefix {printable(prefix)}"
+        )
+    report_strangers(faults, file, architecture, match)
+    missing = missing_tensors(architecture, match, config)
+    for name in missing[:8]:
+        faults.add(
+            f"{file}: tensor '{printable(name)}' is missing; the file is incomplete, or the config belongs to another model"
+        )
+    if len(missing) > 8:
+        faults.add(f"{file}: ... and {len(missing) - 8} more tensors are missing")
+    shape_faults = Faults()
+    sizes = resolve_sizes(architecture, config, match, shape_faults)
+    for text in shape_faults.texts:
+        faults.add(f"{file}: {text}")
+    return sizes
+
+
+def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]]) -> bool:
+    """Whether attention grows by more heads by default: under rotary positions, and for less than 32 bits.
+
+    The factor that a larger head size needs, r**(-1/4), would be rounded in half precision.
+    """
+    head_dim = architecture.growth.head_dim
+    if head_dim is None or head_dim in positions.get("rope", set()):
+        return True
+    if any(axis in positions.get("alibi", set()) for axis in architecture.growth.heads):
+        return False
+    return any(item.tensor.dtype.bits < 32 for item in match.matched)
+
+
+def _check_requirements(architecture: ArchitectureMap, sizes: Sizes, growth: AxisGrowth, file: str) -> None:
+    """Refuses new sizes that the model's own library would refuse."""
+    wide = _wide_sizes(sizes, growth.factors)
+    faults = []
+    for formula in architecture.requires:
+        try:
+            kept = sizes.evaluate(formula) and not wide.evaluate(formula)
+        except (UnknownValueError, ValueError):
+            continue
+        if kept:
+            told = ", ".join(
+                f"{name} {wide.known[name]}" for name, _, _ in sorted(formula.names()) if name in wide.known
+            )
+            faults.append(
+                f"{printable(file)}: the wide model would have {told}, and '{architecture.architecture}' needs {formula.text}; "
+                "choose other factors with --grow"
+            )
+    if faults:
+        raise WidenError(*faults)
+
+
+def _wide_sizes(sizes: Sizes, factors: dict[str, int]) -> Sizes:
+    wide = Sizes(sizes.architecture, sizes.config)
+    wide.known = {name: size * factors[name] for name, size in sizes.known.items()}
+    return wide
+
+
+class _Planner:
+    def __init__(
+        self,
+        architecture: ArchitectureMap,
+        match: Match,
+        sizes: Sizes,
+        growth: AxisGrowth,
+        config: ModelConfig,
+        request: PlanRequest,
+    ) -> None:
+        self.architecture = architecture
+        self.match = match
+        self.sizes = sizes
+        self.growth = growth
+        self.config = config
+        self.request = request
+        self.file = printable(request.file)
+        self.spaces = SpaceScales(architecture, match, growth.factors, config)
+        self.warnings: list[str] = []
+
+    def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
+        mode, why, scales = self.choose_mode()
+        planned = self.tensor_plans(tensors, mode, scales)
+        config = self.size_changes() + self.epsilon_changes(scales) + self.dtype_change()
+        self.warn()
+        if not self.config.present and config:
+            listed = ", ".join(f"{change.key} to {change.new}" for change in config)
+            self.warnings.append(
+                f"{self.file}: no config was found, so none is written; whatever loads the result needs {listed}"
+            )
+        sidecars = {
+            file: {key: self.growth.factors[axis] for key, axis in keys.items()}
+            for file, keys in self.architecture.sidecars.items()
+        }
+        return Plan(
+            architecture=self.architecture.architecture,
+            mode=mode,
+            why=why,
+            factors=self.growth.factors,
+            scales=scales,
+            tensors=planned,
+            dropped=tuple(tensor.name for tensor in self.match.dropped),
+            config=tuple(config),
+            sidecars=sidecars,
+            notes=self.growth.notes,
+            warnings=tuple(self.warnings),
+            equal_pairs=self.spaces.stored_ties(),
+        )
+
+    def choose_mode(self) -> tuple[str, str, dict[str, Any]]:
+        if self.request.scaling != "auto":
+            try:
+                return self.request.scaling, "as asked", self.spaces.solve(MODES[self.request.scaling])
+            except ContradictionError as error:
+                raise WidenError(
+                    f"--scaling {self.request.scaling}: not function-exact for this checkpoint, because {_listed(error.equations)}; "
+                    f"--scaling auto takes a mode that is"
+                ) from None
+        why = ""
+        if all(item.tensor.dtype.bits >= 32 for item in self.match.matched):
+            try:
+                scales = self.spaces.solve(MODES["orthogonal"])
+                if self.config.present or not self.epsilon_changes(scales):
+                    return "orthogonal", "32-bit weights or wider, and every law holds", scales
+                why = "orthogonal would change an epsilon, and there is no config to write it to; "
+            except ContradictionError as error:
+                why = f"orthogonal is not function-exact here, because {_listed(error.equations)}; "
+        return self.fewest_rounded(why)
+
+    def fewest_rounded(self, why: str) -> tuple[str, str, dict[str, Any]]:
+        """The function-exact mode under which the fewest stored values are rounded, by header facts alone."""
+        rounded: dict[str, int] = {}
+        solved: dict[str, dict[str, Any]] = {}
+        reasons: list[str] = []
+        for name in ("copy", "sum", "quiet"):
+            try:
+                solved[name] = self.spaces.solve(MODES[name])
+            except ContradictionError as error:
+                reasons = reasons or error.equations
+                continue
+            planned = self.tensor_plans([item.tensor for item in self.match.matched], name, solved[name])
+            rounded[name] = sum(math.prod(tensor.source.shape) for tensor in planned if tensor.exactness == ROUNDS)
+        if not rounded:
+            raise WidenError(
+                f"{self.file}: no scaling keeps the function of this checkpoint, because {_listed(reasons)}"
+            )
+        best = min(rounded, key=lambda name: rounded[name])
+        counts = ", ".join(f"{name} {number}" for name, number in rounded.items())
+        return best, f"{why}it rounds the fewest stored values for certain ({counts})", solved[best]
+
+    def tensor_plans(
+        self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]
+    ) -> tuple[TensorPlan, ...]:
+        builder = TreeBuilder(self.sizes, self.growth.factors, scales, self.spaces.silent(MODES[mode]))
+        matched = {item.tensor.name: item for item in self.match.matched}
+        carried = {tensor.name for tensor in self.match.carried}
+        planned: list[TensorPlan] = []
+        faults = Faults()
+        with faults:
+            for tensor in tensors:
+                if tensor.name in carried:
+                    planned.append(TensorPlan(tensor, (tensor.name,), tensor.name, tensor.dtype))
+                elif item := matched.get(tensor.name):
+                    try:
+                        planned.append(builder.tensor_plan(item, self.match, self.request.dtype))
+                    except UnknownSizeError as error:
+                        faults.add(self.needs(error.axes, tensor.name))
+        return tuple(planned)
+
+    def needs(self, axes: Sequence[str], tensor: str) -> str:
+        keys = {axis: self.architecture.axes[axis].keys for axis in axes}
+        settable = [f"--set {names[0]}=N" for names in keys.values() if names]
+        return (
+            f"{self.file}: without a config the tensors do not tell {' and '.join(keys)} "
+            f"('{printable(tensor)}' holds only their product); give --config, or {' or '.join(settable)}"
+        )
+
+    def size_changes(self) -> list[ConfigChange]:
+        changes = []
+        wide = _wide_sizes(self.sizes, self.growth.factors)
+        for name, axis in self.architecture.axes.items():
+            if not axis.keys or name not in self.sizes.known:
+                continue
+            new = wide.known[name]
+            held = [key for key in axis.keys if self.config.get(key) is not None]
+            for key in held:
+                if self.growth.factors[name] != 1:
+                    changes.append(ConfigChange(key, self.config.get(key), new, EXACT))
+            if (
+                not held
+                and not self.follows(axis.otherwise, wide, new)
+                and self.growth.factors != dict.fromkeys(self.growth.factors, 1)
+            ):
+                changes.append(ConfigChange(axis.keys[0], None, new, EXACT))
+        return changes
+
+    def follows(self, formula: Any, wide: Sizes, new: int) -> bool:
+        """Whether an absent key still means the right size in the wide model."""
+        try:
+            return formula is not None and bool(wide.evaluate(formula) == new)
+        except (UnknownValueError, ValueError):
+            return False
+
+    def epsilon_changes(self, scales: dict[str, Any]) -> list[ConfigChange]:
+        changes = []
+        for key, scale in self.spaces.epsilon_scales(scales).items():
+            if scale.is_one:
+                continue
+            old = self.config.get(key, self.architecture.defaults.get(key))
+            if not isinstance(old, int | float) or isinstance(old, bool):
+                raise WidenError(
+                    f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed; its norms' epsilon has to be scaled by {scale}"
+                )
+            new = float(old) * float(scale)
+            changes.append(ConfigChange(key, self.config.get(key), new, EXACT if scale.is_power_of_two else ROUNDS))
+        return changes
+
+    def dtype_change(self) -> list[ConfigChange]:
+        if self.request.dtype is None:
+            return []
+        name = CONFIG_NAMES[self.request.dtype.name]
+        return [
+            ConfigChange(key, self.config.get(key), name, EXACT)
+            for key in ("dtype", "torch_dtype")
+            if key in self.config and self.config.get(key) != name
+        ]
+
+    def warn(self) -> None:
+        odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
+        plain = [tensor for tensor in self.match.carried if tensor not in odd]
+        for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):
+            if tensors:
+                self.warnings.append(f"{self.file}: not in the map, copied unchanged ({what}): {_names(tensors)}")
+        if self.match.dropped:
+            self.warnings.append(
+                f"{self.file}: buffers that are computed anew when the model loads, left out: {_names(self.match.dropped)}"
+            )
+        tied = {tie.tensor for tie in self.match.ties}
+        for tie in self.match.ties:
+            if not self.config.present and tie.tensor in tied and self.match.by_name(tie.tensor) is None:
+                self.warnings.append(
+                    f"{self.file}: no config says so, but '{tie.tensor}' is not stored and is taken as tied to '{tie.to}'"
+                )
+
+
+def _names(tensors: Sequence[StoredHeader], limit: int = 6) -> str:
+    shown = ", ".join(printable(tensor.name) for tensor in tensors[:limit])
+    return shown + (f" and {len(tensors) - limit} more" if len(tensors) > limit else "")
+
+
+def _listed(equations: Sequence[str]) -> str:
+    return ", and ".join(equations)

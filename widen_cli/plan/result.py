@@ -1,0 +1,101 @@
+"""What a plan holds: for every tensor and config value what becomes of it, and how exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from widen_cli.dimensions import Growth, leaf_scales
+from widen_cli.dtypes import DType
+from widen_cli.plan.match import StoredHeader
+from widen_cli.scales import Scale
+
+EXACT, ROUNDS, DEPENDS = "exact", "rounds", "depends on values"
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One stored tensor and what is written for it.
+
+    `names` are the tensors written (several where heads are numbered in names), `growth` a tree for each stored dimension,
+    None for a tensor that is copied as it is. `offset` is c for a gain that is stored as w and used as c + w.
+    """
+
+    source: StoredHeader
+    names: tuple[str, ...]
+    pattern: str
+    dtype: DType
+    growth: tuple[Growth, ...] | None = None
+    scale: Scale = field(default_factory=Scale)
+    offset: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape if self.growth is None else tuple(growth.new for growth in self.growth)
+
+    @property
+    def scales(self) -> tuple[Scale, ...]:
+        """The distinct factors on the stored values, in stored order."""
+        products = [self.scale]
+        for growth in self.growth or ():
+            products = [product * leaf for product in products for leaf in dict.fromkeys(leaf_scales(growth))]
+        return tuple(dict.fromkeys(products))
+
+    @property
+    def exactness(self) -> str:
+        """`exact`, `rounds` or `depends on values`, from the factors and the types alone."""
+        if self.source.dtype == self.dtype and all(scale.is_one for scale in self.scales):
+            return EXACT
+        if self.offset or not all(scale.is_power_of_two for scale in self.scales):
+            return ROUNDS
+        if not _holds(self.dtype, self.source.dtype):
+            return ROUNDS
+        narrow = self.dtype.bits < 16 or self.dtype.name == "F16"
+        widened = self.dtype != self.source.dtype
+        return DEPENDS if narrow and not (widened and self.dtype.bits > self.source.dtype.bits) else EXACT
+
+
+# Which types hold every value of another: significand bits and exponent bits.
+_FORMAT = {"F64": (53, 11), "F32": (24, 8), "F16": (11, 5), "BF16": (8, 8), "F8_E4M3": (4, 4), "F8_E5M2": (3, 5)}
+
+
+def _holds(wide: DType, narrow: DType) -> bool:
+    return all(w >= n for w, n in zip(_FORMAT[wide.name], _FORMAT[narrow.name], strict=True))
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """A config value that changes; `old` is None for a key that was absent."""
+
+    key: str
+    old: Any
+    new: Any
+    exactness: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that one run will write, resolved before a byte moves.
+
+    `scales` gives s of each space, `tensors` stands in the order of the input, `warnings` are for the user.
+    """
+
+    architecture: str
+    mode: str
+    why: str
+    factors: dict[str, int]
+    scales: dict[str, Scale]
+    tensors: tuple[TensorPlan, ...]
+    dropped: tuple[str, ...]
+    config: tuple[ConfigChange, ...]
+    sidecars: dict[str, dict[str, int]]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    equal_pairs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """True where neither a tensor nor a config value is rounded for certain."""
+        return all(tensor.exactness != ROUNDS for tensor in self.tensors) and all(
+            change.exactness == EXACT for change in self.config
+        )

@@ -1,0 +1,211 @@
+"""The size of every axis, from the config where it says so and from the stored shapes where it does not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from widen_cli.config import ModelConfig
+from widen_cli.errors import Faults, printable
+from widen_cli.formulas import Formula, UnknownValueError, evaluate
+from widen_cli.maps import ArchitectureMap, Axis
+from widen_cli.plan.match import Match, Matched, config_lookup
+from widen_cli.shapes import Name, Product, Term
+
+
+class Sizes:
+    """Axis sizes by name. `known` lacks an axis that neither config nor tensors tell."""
+
+    def __init__(self, architecture: ArchitectureMap, config: ModelConfig) -> None:
+        self.architecture = architecture
+        self.config = config
+        self.known: dict[str, int] = {}
+        self.told_by: dict[str, str] = {}
+
+    def axis_of(self, name: str) -> Axis | None:
+        """The axis that a name in a shape lies on; None for a structural number."""
+        return axis_of(self.architecture, name)
+
+    def size(self, name: str) -> int | None:
+        """The size that a name in a shape stands for, None where it is not known."""
+        if name.isdigit():
+            return int(name)
+        axis = self.axis_of(name)
+        return self.known.get(axis.name) if axis else None
+
+    def total(self, term: Term) -> int | None:
+        """How many positions a term covers, None where that is not known."""
+        if isinstance(term, Name):
+            return self.size(term.text)
+        inner = [self.total(item) for item in (term.items if isinstance(term, Product) else term.parts)]
+        if any(size is None for size in inner):
+            return None
+        sizes = [size for size in inner if size is not None]
+        if not isinstance(term, Product):
+            return sum(sizes)
+        product = 1
+        for size in sizes:
+            product *= size
+        return product
+
+    def evaluate(self, formula: Formula) -> Any:
+        """A formula over axes and config keys. Raises UnknownValueError or ValueError."""
+        lookup = config_lookup(self.architecture, self.config)
+        return evaluate(formula, lambda name: self._named(name, lookup))
+
+    def _named(self, name: str, lookup: Any) -> Any:
+        if name not in self.architecture.axes:
+            return lookup(name)
+        if name not in self.known:
+            raise UnknownValueError(name)
+        return self.known[name]
+
+
+def axis_of(architecture: ArchitectureMap, name: str) -> Axis | None:
+    """The axis that a space (or an axis of that name) lies on, found through the formulas it comes out of."""
+    seen: set[str] = set()
+    while name not in architecture.axes:
+        space = architecture.spaces.get(name)
+        if space is None or name in seen:
+            return None
+        seen.add(name)
+        if space.axis is not None:
+            name = space.axis
+        else:
+            inner = [word for word, _, _ in space.formula.names() if space.formula] if space.formula else []
+            name = next((word for word in inner if word in architecture.spaces or word in architecture.axes), "")
+    return architecture.axes[name]
+
+
+def config_key(axis: Axis, config: ModelConfig) -> str | None:
+    """The key of the config that holds the axis's size, or None."""
+    return next((key for key in axis.keys if config.get(key, None) is not None), None)
+
+
+def resolve_sizes(architecture: ArchitectureMap, config: ModelConfig, match: Match, faults: Faults) -> Sizes:
+    """The sizes of all axes that can be known, with a fault for each contradiction between config and tensors."""
+    sizes = Sizes(architecture, config)
+    _from_config(sizes, faults)
+    _from_shapes(sizes, match.matched)
+    _check_shapes(sizes, match.matched, faults)
+    return sizes
+
+
+def _from_config(sizes: Sizes, faults: Faults) -> None:
+    for axis in sizes.architecture.axes.values():
+        key = config_key(axis, sizes.config)
+        if key is None:
+            continue
+        value = sizes.config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            faults.add(f"{printable(sizes.config.name)}: {key} is {value!r}, where a whole number from 1 up is needed")
+            continue
+        sizes.known[axis.name] = value
+        sizes.told_by[axis.name] = key
+    if sizes.config.present:
+        _from_formulas(sizes, faults)
+
+
+def _from_formulas(sizes: Sizes, faults: Faults | None = None) -> bool:
+    """Fills sizes that formulas give; True where one was added."""
+    added = False
+    for axis in sizes.architecture.axes.values():
+        formula = axis.size or (axis.otherwise if sizes.config.present else None)
+        if axis.name in sizes.known or formula is None:
+            continue
+        try:
+            sizes.known[axis.name] = int(sizes.evaluate(formula))
+        except UnknownValueError:
+            continue
+        except (ValueError, TypeError) as error:
+            if faults is not None:
+                faults.add(f"{printable(sizes.config.name)}: {axis.name}: {error}")
+            continue
+        sizes.told_by[axis.name] = formula.text
+        added = True
+    return added
+
+
+def _from_shapes(sizes: Sizes, matched: Iterable[Matched]) -> None:
+    """Solves dimensions in which one axis alone is unknown, until nothing more is found."""
+    dimensions = {
+        (dimension.term, size, item.tensor.name)
+        for item in matched
+        if len(item.tensor.shape) == len(item.rule.shape.dimensions)
+        for dimension, size in zip(item.rule.shape.dimensions, item.tensor.shape, strict=True)
+    }
+    unsolved = sorted(dimensions, key=lambda entry: entry[2])
+    while True:
+        unsolved = [entry for entry in unsolved if not _solved(sizes, *entry)]
+        if not _from_formulas(sizes) and not any(_solved(sizes, *entry) for entry in unsolved):
+            return
+
+
+def _solved(sizes: Sizes, term: Term, size: int, tensor: str) -> bool:
+    unknown = {axis.name for axis in _axes(sizes, term) if axis.name not in sizes.known and not _any_size(axis)}
+    if len(unknown) != 1:
+        return False
+    (name,) = unknown
+    trial = Sizes(sizes.architecture, sizes.config)
+    totals = []
+    for value in (0, 1):
+        trial.known = {**sizes.known, name: value}
+        totals.append(trial.total(term))
+    if totals[0] is None or totals[1] is None or totals[1] <= totals[0]:
+        return False
+    value, rest = divmod(size - totals[0], totals[1] - totals[0])
+    if rest or value < 1:
+        return False
+    sizes.known[name] = value
+    sizes.told_by[name] = f"the shape of {tensor}"
+    return True
+
+
+def _any_size(axis: Axis) -> bool:
+    """True for an axis such as the labels of a head: fixed, held by no key, of another size in each tensor."""
+    return axis.fixed and not axis.keys and axis.size is None
+
+
+def _axes(sizes: Sizes, term: Term) -> list[Axis]:
+    if isinstance(term, Name):
+        axis = sizes.axis_of(term.text)
+        return [axis] if axis else []
+    return [axis for item in (term.items if isinstance(term, Product) else term.parts) for axis in _axes(sizes, item)]
+
+
+def _check_shapes(sizes: Sizes, matched: Iterable[Matched], faults: Faults) -> None:
+    by_axis: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for item in matched:
+        tensor, dimensions = item.tensor, item.rule.shape.dimensions
+        if len(tensor.shape) != len(dimensions):
+            faults.add(
+                f"tensor '{printable(tensor.name)}' has shape {list(tensor.shape)}, but the map says {len(dimensions)} "
+                f"dimension(s): {item.rule.shape.text}"
+            )
+            continue
+        for dimension, size in zip(dimensions, tensor.shape, strict=True):
+            expected = sizes.total(dimension.term)
+            if expected is None or expected == size:
+                continue
+            axes = _axes(sizes, dimension.term)
+            if isinstance(dimension.term, Name) and axes:
+                by_axis[(axes[0].name, size)].append(tensor.name)
+            else:
+                faults.add(_disagreement(sizes, item, expected, size))
+    for (name, size), names in by_axis.items():
+        also = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        faults.add(
+            f"{sizes.told_by.get(name, name)} says {name} = {sizes.known[name]}, but tensor '{printable(names[0])}'{also} "
+            f"has {size}; the config belongs to another model, or the file is damaged"
+        )
+
+
+def _disagreement(sizes: Sizes, item: Matched, expected: int, size: int) -> str:
+    axes = {axis.name for dimension in item.rule.shape.dimensions for axis in _axes(sizes, dimension.term)}
+    told = ", ".join(f"{name} {sizes.known[name]}" for name in sorted(axes) if name in sizes.known)
+    gathered = "; a size of 0 looks like a ZeRO-3 checkpoint that was saved ungathered" if size == 0 else ""
+    return (
+        f"tensor '{printable(item.tensor.name)}' has shape {list(item.tensor.shape)}, but {item.rule.shape.text} "
+        f"needs {expected} where it has {size} ({told}){gathered}"
+    )

@@ -1,0 +1,205 @@
+"""The spaces that one checkpoint has, what they are, and their scales under a mode."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+
+from widen_cli.config import ModelConfig
+from widen_cli.formulas import Formula, UnknownValueError, evaluate
+from widen_cli.maps import HOMOGENEOUS, NOT_HOMOGENEOUS, ArchitectureMap, TensorRule, Tie
+from widen_cli.plan.laws import FormulaReader, Law, Power, epsilon_laws, width_power
+from widen_cli.plan.match import Match, config_lookup
+from widen_cli.plan.modes import Mode, Roles, solve
+from widen_cli.plan.sizes import axis_of
+from widen_cli.scales import ONE, Scale
+from widen_cli.shapes import Parts, Product, Term
+
+
+def paths(term: Term) -> Iterator[tuple[str, ...]]:
+    """The names on the way to each leaf of a dimension: one tuple for each part."""
+    yield from _paths((term,), ())
+
+
+def _paths(terms: tuple[Term, ...], before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if not terms:
+        yield before
+        return
+    head, rest = terms[0], terms[1:]
+    if isinstance(head, Product):
+        yield from _paths(head.items + rest, before)
+    elif isinstance(head, Parts):
+        for part in head.parts:
+            yield from _paths((part, *rest), before)
+    else:
+        yield from _paths(rest, (*before, head.text))
+
+
+def carrier(architecture: ArchitectureMap, path: tuple[str, ...]) -> str:
+    """The name on a path that carries the scale: the space in it, or the last axis; the others count."""
+    return next((name for name in path if name in architecture.spaces), path[-1])
+
+
+class SpaceScales:
+    """Solves for the scales of the spaces that a matched checkpoint has."""
+
+    def __init__(
+        self, architecture: ArchitectureMap, match: Match, factors: dict[str, int], config: ModelConfig
+    ) -> None:
+        self.architecture = architecture
+        self.match = match
+        self.factors = factors
+        self.lookup = config_lookup(architecture, config)
+        self.rules = list({id(item.rule): item.rule for item in match.matched}.values())
+        self.ties = [tie for tie in match.ties if self.applies(tie)]
+        reader = FormulaReader(architecture, self.factor, self.condition, self.function)
+        self.reading = reader.read(self.present(), self.written())
+        self.roles = self.find_roles()
+        self.laws = (
+            self.reading.laws + list(epsilon_laws(self.reading.norms)) + [self.tie_law(tie) for tie in self.ties]
+        )
+
+    def factor(self, name: str) -> int:
+        """The growth of the axis that a space, an axis or a structural number stands for."""
+        axis = None if name.isdigit() else axis_of(self.architecture, name)
+        return 1 if axis is None else self.factors[axis.name]
+
+    def total_factor(self, path: tuple[str, ...]) -> int:
+        product = 1
+        for name in path:
+            product *= self.factor(name)
+        return product
+
+    def condition(self, node: ast.expr) -> bool:
+        try:
+            return bool(evaluate(Formula(ast.unparse(node), node), self.lookup))
+        except UnknownValueError:
+            return True
+
+    def function(self, name: str) -> str:
+        """The function a formula calls: itself, or what the config key of that name says."""
+        if name in HOMOGENEOUS or name in NOT_HOMOGENEOUS:
+            return name
+        return str(self.lookup(name))
+
+    def carriers(self, rule: TensorRule, role: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+        for dimension in rule.shape.dimensions:
+            if dimension.role == role:
+                for path in paths(dimension.term):
+                    yield carrier(self.architecture, path), path
+
+    def written(self) -> set[str]:
+        return {name for rule in self.rules for name, _ in self.carriers(rule, "out")}
+
+    def present(self) -> set[str]:
+        """Spaces in some stored tensor's shape, and those that formulas make of them alone."""
+        present = self.written() | {name for rule in self.rules for name, _ in self.carriers(rule, "in")}
+        while True:
+            derived = {
+                name
+                for name, space in self.architecture.spaces.items()
+                if space.formula
+                and (
+                    inner := {
+                        word
+                        for word, _, called in space.formula.names()
+                        if not called and word in self.architecture.spaces
+                    }
+                    - {name}
+                )
+                and inner <= present
+            }
+            if derived <= present:
+                return present
+            present |= derived
+
+    def find_roles(self) -> Roles:
+        present = sorted(self.present())
+        free = [
+            name
+            for name in present
+            if not name.isdigit() and (axis := axis_of(self.architecture, name)) and not axis.fixed
+        ]
+        matrices = {
+            name for rule in self.rules if len(rule.shape.dimensions) > 1 for name, _ in self.carriers(rule, "out")
+        }
+        normed = {name for norm in self.reading.norms for name in norm.power.spaces}
+        width = self.architecture.growth.width
+        streams = tuple(
+            n for n in free if n in normed & matrices and (axis := axis_of(self.architecture, n)) and axis.name in width
+        )
+        read_growth: dict[str, int] = defaultdict(lambda: 1)
+        writers_growth: dict[str, int] = defaultdict(lambda: 1)
+        for rule in self.rules:
+            for name, path in self.carriers(rule, "in"):
+                read_growth[name] = max(read_growth[name], self.total_factor(path))
+                for written, _ in self.carriers(rule, "out"):
+                    writers_growth[written] = max(writers_growth[written], self.total_factor(path))
+        return Roles(
+            streams=streams,
+            norm_outputs=frozenset(name for name in self.reading.norm_outputs if name in free),
+            contractions=tuple(self.reading.contractions),
+            others=tuple(free),
+            growth={name: self.factor(name) for name in free},
+            read_growth=dict(read_growth),
+            writers_growth=dict(writers_growth),
+        )
+
+    def applies(self, tie: Tie) -> bool:
+        """A tie binds where the weight is stored and what its head reads is there."""
+        rule = self.rule(tie.tensor)
+        written = self.written()
+        return self.match.by_name(tie.to) is not None and all(name in written for name, _ in self.carriers(rule, "in"))
+
+    def rule(self, pattern: str) -> TensorRule:
+        return next(rule for rule in self.architecture.tensors if rule.pattern == pattern)
+
+    def stored_ties(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of stored tensors that are one weight; they have to hold the same bytes."""
+        pairs = [(self.match.by_name(tie.tensor), self.match.by_name(tie.to)) for tie in self.ties]
+        return tuple((head.tensor.name, table.tensor.name) for head, table in pairs if head and table)
+
+    def tie_law(self, tie: Tie) -> Law:
+        """One stored weight serves both, so both factors are equal."""
+        power = self.weight_power(self.rule(tie.tensor)) * self.weight_power(self.rule(tie.to)) ** -1
+        return Law(power, f"{tie.tensor} is tied to {tie.to}: one factor serves both")
+
+    def weight_power(self, rule: TensorRule) -> Power:
+        """The factor on a weight: s of what it writes, 1/(r s) of what it reads, over its run-time multiplier."""
+        power = Power(known=self.multiplier(rule) ** -1)
+        for role, sign in (("out", 1), ("in", -1)):
+            for name, path in self.carriers(rule, role):
+                axis = axis_of(self.architecture, name)
+                if axis is not None and not axis.fixed:
+                    power = (
+                        power
+                        * Power({name: Fraction(sign)})
+                        * Power(known=Scale.of(self.total_factor(path) if role == "in" else 1) ** -1)
+                    )
+        return power
+
+    def multiplier(self, rule: TensorRule) -> Scale:
+        return ONE if rule.times is None else width_power(rule.times.tree, self.factor)
+
+    def solve(self, mode: Mode) -> dict[str, Scale]:
+        """The scale of every space. Raises ContradictionError naming the laws that rule the mode out."""
+        return solve(mode, self.laws, self.reading, self.roles)
+
+    def silent(self, mode: Mode) -> frozenset[str]:
+        """The spaces of which only the first copies are read."""
+        return frozenset(
+            name for name in self.present() if mode.silent_copies and name not in self.reading.norm_outputs
+        )
+
+    def epsilon_scales(self, scales: dict[str, Scale]) -> dict[str, Scale]:
+        """By how much each epsilon key of the config grows: the square of the scale that its norms read."""
+        grown: dict[str, Scale] = {}
+        for norm in self.reading.norms:
+            if isinstance(norm.epsilon, str):
+                scale = ONE
+                for name, power in norm.power.spaces.items():
+                    scale = scale * scales.get(name, ONE) ** power
+                grown[norm.epsilon] = (scale * norm.power.known) ** 2
+        return grown

@@ -1,0 +1,101 @@
+"""The plan for people, a line each tensor pattern, and for programs, an object each tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from widen_cli.errors import printable
+from widen_cli.plan.result import ROUNDS, ConfigChange, Plan, TensorPlan
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as a table: pattern, stored shape, new shape, factor, dtype, exactness, how many; then scales and config."""
+    grown = ", ".join(f"{axis} x{factor}" for axis, factor in plan.factors.items() if factor != 1) or "nothing grows"
+    lines = [f"map {plan.architecture}: {grown}", f"scaling {plan.mode}: {plan.why}"]
+    lines += [f"note: {note}" for note in plan.notes]
+    lines += ["", *_columns(list(_tensor_rows(plan))), ""]
+    scales = ", ".join(f"{space} {scale}" for space, scale in plan.scales.items() if not scale.is_one)
+    lines.append(f"each copy of an activation holds, times the old one: {scales or 'nothing but 1'}")
+    lines += [f"left out: {printable(name)}" for name in plan.dropped]
+    lines += [
+        f"config {change.key}: {_old(change)} -> {json.dumps(change.new)}  {change.exactness}" for change in plan.config
+    ]
+    return "\n".join(lines)
+
+
+def _old(change: ConfigChange) -> str:
+    return "(absent)" if change.old is None else json.dumps(change.old)
+
+
+def _tensor_rows(plan: Plan) -> Iterator[list[str]]:
+    rows: dict[tuple[str, ...], int] = {}
+    for tensor in plan.tensors:
+        key = (
+            printable(tensor.pattern),
+            str(list(tensor.source.shape)),
+            "->",
+            str(list(tensor.shape)),
+            factor_text(tensor),
+            dtype_text(tensor),
+            tensor.exactness if tensor.growth is not None else "copied",
+        )
+        rows[key] = rows.get(key, 0) + 1
+    for key, number in rows.items():
+        yield [*key, f"{number} tensors" if number > 1 else "1 tensor"]
+
+
+def factor_text(tensor: TensorPlan) -> str:
+    """The factors on a tensor's values, part by part where they differ."""
+    return "x " + " | ".join(str(scale) for scale in tensor.scales)
+
+
+def dtype_text(tensor: TensorPlan) -> str:
+    same = tensor.source.dtype == tensor.dtype
+    return tensor.dtype.name if same else f"{tensor.source.dtype.name} -> {tensor.dtype.name}"
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values: names as stored, factors as text and as float64."""
+    return {
+        "architecture": plan.architecture,
+        "scaling": plan.mode,
+        "why": plan.why,
+        "factors": plan.factors,
+        "scales": {space: {"text": str(scale), "value": float(scale)} for space, scale in plan.scales.items()},
+        "function_exact": True,
+        "bit_exact": _bit_exact(plan),
+        "tensors": [_tensor_json(tensor) for tensor in plan.tensors],
+        "left_out": list(plan.dropped),
+        "config": [
+            {"key": change.key, "old": change.old, "new": change.new, "exactness": change.exactness}
+            for change in plan.config
+        ],
+        "notes": list(plan.notes),
+        "warnings": list(plan.warnings),
+    }
+
+
+def _bit_exact(plan: Plan) -> str:
+    words = {tensor.exactness for tensor in plan.tensors} | {change.exactness for change in plan.config}
+    return "no" if ROUNDS in words else "yes" if words <= {"exact"} else "depends on values"
+
+
+def _tensor_json(tensor: TensorPlan) -> dict[str, Any]:
+    return {
+        "source": tensor.source.name,
+        "names": list(tensor.names),
+        "pattern": tensor.pattern,
+        "shape": list(tensor.source.shape),
+        "new_shape": list(tensor.shape),
+        "factors": [{"text": str(scale), "value": float(scale)} for scale in tensor.scales],
+        "dtype": tensor.source.dtype.name,
+        "new_dtype": tensor.dtype.name,
+        "exactness": tensor.exactness,
+    }

@@ -1,0 +1,167 @@
+"""Builds the growth tree of every stored dimension from a rule's shape, the factors and the solved scales."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from widen_cli.dimensions import Copies, Growth, Laid
+from widen_cli.dtypes import DType
+from widen_cli.plan.laws import width_power
+from widen_cli.plan.match import Match, Matched
+from widen_cli.plan.result import TensorPlan
+from widen_cli.plan.sizes import Sizes
+from widen_cli.plan.spaces import carrier, paths
+from widen_cli.scales import ONE, Scale
+from widen_cli.shapes import Dimension, Name, Parts, Product, Term
+
+
+class UnknownSizeError(Exception):
+    """A dimension cannot be taken apart, since neither config nor tensors tell the sizes of `axes`."""
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        super().__init__(", ".join(axes))
+        self.axes = axes
+
+
+class TreeBuilder:
+    """Makes tensor plans; `silent` are the spaces of which only the first copies are read."""
+
+    def __init__(self, sizes: Sizes, factors: dict[str, int], scales: dict[str, Scale], silent: frozenset[str]) -> None:
+        self.sizes = sizes
+        self.factors = factors
+        self.scales = scales
+        self.silent = silent
+
+    def tensor_plan(self, item: Matched, match: Match, dtype: DType | None) -> TensorPlan:
+        """The plan of a matched tensor. Raises UnknownSizeError where a size is needed that nothing tells."""
+        rule, tensor = item.rule, item.tensor
+        growth = tuple(
+            self.dimension(dimension, size) for dimension, size in zip(rule.shape.dimensions, tensor.shape, strict=True)
+        )
+        multiplier = ONE if rule.times is None else width_power(rule.times.tree, self.factor)
+        target = dtype if dtype is not None and tensor.dtype.kind == "float" else tensor.dtype
+        scale = multiplier**-1
+        if tensor.dtype.kind != "float":
+            growth, scale = tuple(_unscaled(tree) for tree in growth), ONE
+        return TensorPlan(tensor, self.names(item), match.written(rule.pattern), target, growth, scale, rule.offset)
+
+    def names(self, item: Matched) -> tuple[str, ...]:
+        """The names written: one, or one for each copy of a head that is numbered in the name."""
+        names = [item.tensor.name]
+        for axis, number in item.numbers.items():
+            copies = range(number * self.factors[axis], (number + 1) * self.factors[axis])
+            before, after = item.rule.pattern.split("{" + axis + "}")
+            tail = after.count(".")
+            parts = (
+                item.tensor.name.rsplit(str(number), 1) if not tail else _split_number(item.tensor.name, number, after)
+            )
+            names = [f"{parts[0]}{copy}{parts[1]}" for copy in copies]
+            del before
+        return tuple(names)
+
+    def factor(self, name: str) -> int:
+        axis = None if name.isdigit() else self.sizes.axis_of(name)
+        return 1 if axis is None else self.factors[axis.name]
+
+    def dimension(self, dimension: Dimension, stored: int) -> Growth:
+        return self.tree((dimension.term,), (), dimension.role, stored)
+
+    def tree(self, terms: tuple[Term, ...], before: tuple[str, ...], role: str, total: int | None) -> Growth:
+        """The tree of the product of `terms`, which covers `total` old positions; `before` are the names outside of it."""
+        head, rest = terms[0], terms[1:]
+        if isinstance(head, Product):
+            return self.tree(head.items + rest, before, role, total)
+        if isinstance(head, Parts):
+            return self.laid(head, before, role, total)
+        path = (*before, head.text)
+        size, copies = self.size(head.text, bool(before or rest)), self.factor(head.text)
+        if not rest:
+            whole = total if size is None or not before else size
+            if whole is None:
+                raise UnknownSizeError(self.unknown(terms))
+            return Copies(whole, copies, self.silences(path, role) and copies > 1, self.leaf_scale(path, role))
+        inner_total = None if total is None or size is None else total // size
+        if copies == 1 and size is None:
+            return self.merged_into_next(terms, before, role, total)
+        if size is None:
+            size = self.divided(terms, total)
+        inner = self.tree(
+            rest, path, role, inner_total if inner_total is not None else (None if total is None else total // size)
+        )
+        if copies == 1 and isinstance(inner, Copies):
+            return replace(inner, size=size * inner.size)
+        return Copies(size, copies, self.silences((*path, *_first_path(rest)), role) and copies > 1, ONE, inner)
+
+    def merged_into_next(
+        self, terms: tuple[Term, ...], before: tuple[str, ...], role: str, total: int | None
+    ) -> Growth:
+        """A product whose outer axis keeps its size needs no knowledge of it: [h, d] repeated in d is [h*d] repeated."""
+        head, rest = terms[0], terms[1:]
+        if total is None or not isinstance(head, Name) or any(isinstance(term, Parts) for term in rest):
+            raise UnknownSizeError(self.unknown(terms))
+        outer = [term.text for term in terms[:-1] if isinstance(term, Name)]
+        if len(outer) != len(terms) - 1 or any(self.factor(name) != 1 for name in outer):
+            raise UnknownSizeError(self.unknown(terms))
+        last = terms[-1]
+        path = (*before, *outer, last.text if isinstance(last, Name) else "")
+        copies = self.factor(path[-1])
+        return Copies(total, copies, self.silences(path, role) and copies > 1, self.leaf_scale(path, role))
+
+    def divided(self, terms: tuple[Term, ...], total: int | None) -> int:
+        rest = self.sizes.total(Product(terms[1:]))
+        if total is None or not rest or total % rest:
+            raise UnknownSizeError(self.unknown(terms))
+        return total // rest
+
+    def laid(self, head: Parts, before: tuple[str, ...], role: str, total: int | None) -> Growth:
+        totals = [self.sizes.total(part) for part in head.parts]
+        if any(size is None for size in totals) and total is not None:
+            axes = {tuple(self.axes((part,))) for part in head.parts}
+            if len(axes) != 1 or total % len(head.parts):
+                raise UnknownSizeError(self.unknown(head.parts))
+            totals = [total // len(head.parts)] * len(head.parts)
+        return Laid(
+            tuple(self.tree((part,), before, role, size) for part, size in zip(head.parts, totals, strict=True))
+        )
+
+    def size(self, name: str, inside_product: bool) -> int | None:
+        """The size of a name; alone in its dimension it is what is stored, as for labels of any number."""
+        return self.sizes.size(name) if inside_product else None
+
+    def axes(self, terms: tuple[Term, ...]) -> list[str]:
+        names = [name for path in paths(Product(terms)) for name in path]
+        return [axis.name for name in names if not name.isdigit() and (axis := self.sizes.axis_of(name))]
+
+    def unknown(self, terms: tuple[Term, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(axis for axis in self.axes(terms) if axis not in self.sizes.known))
+
+    def silences(self, path: tuple[str, ...], role: str) -> bool:
+        return role == "in" and carrier(self.sizes.architecture, path) in self.silent
+
+    def leaf_scale(self, path: tuple[str, ...], role: str) -> Scale:
+        """s of the space written, 1/(r s) of the space read, 1 for what is carried."""
+        name = carrier(self.sizes.architecture, path)
+        if role == "carried" or name.isdigit():
+            return ONE
+        scale = self.scales.get(name, ONE)
+        if role == "out":
+            return scale
+        copies = ONE
+        for part in path if name not in self.silent else ():
+            copies = copies * Scale.of(self.factor(part))
+        return (copies * scale) ** -1
+
+
+def _first_path(terms: tuple[Term, ...]) -> tuple[str, ...]:
+    return next(paths(Product(terms)))
+
+
+def _unscaled(tree: Growth) -> Growth:
+    if isinstance(tree, Laid):
+        return Laid(tuple(_unscaled(part) for part in tree.parts))
+    return replace(tree, scale=ONE, inner=_unscaled(tree.inner) if tree.inner else None)
+
+
+def _split_number(name: str, number: int, after: str) -> tuple[str, str]:
+    tail = name[len(name) - len(after) :]
+    return name[: len(name) - len(after) - len(str(number))], tail

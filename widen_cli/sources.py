@@ -1,0 +1,156 @@
+"""Where the bytes of a checkpoint come from: a regular file, or a pipe that is read once."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from widen_cli.errors import WidenError, printable
+
+# A pipe is read in pieces of this size, so that a length in a header allocates nothing before its bytes are there.
+PIECE = 1 << 20
+
+
+class Source(Protocol):
+    """Bytes at known offsets."""
+
+    @property
+    def name(self) -> str:
+        """The name shown in messages, safe for a terminal."""
+
+    @property
+    def size(self) -> int | None:
+        """All bytes of the source, None when that is not known before its end (a pipe)."""
+
+    @property
+    def sequential(self) -> bool:
+        """True when offsets must be asked for in ascending order."""
+
+    def read(self, offset: int, nbytes: int) -> bytes | memoryview:
+        """Exactly `nbytes` bytes from `offset`; WidenError (`truncated`) when the source ends before."""
+
+    def close(self) -> None:
+        """Gives back what the source holds; a second call does nothing."""
+
+
+class FileSource:
+    """A regular file, opened read-only; `read` may be called from several threads.
+
+    Raises WidenError when the file is absent, a dangling link, a folder, a pipe or device, or not readable.
+    """
+
+    sequential = False
+
+    def __init__(self, path: Path | str, name: str | None = None) -> None:
+        self.name = printable(str(path) if name is None else name)
+        self._fd = _open_regular(Path(path), self.name)
+        self.size: int | None = os.fstat(self._fd).st_size
+        self._end = self.size
+
+    def read(self, offset: int, nbytes: int) -> bytes | memoryview:
+        # Checked first because os.pread allocates the whole answer before it reads a byte.
+        if offset + nbytes > self._end:
+            raise _truncated(self.name, offset + nbytes - self._end)
+        pieces: list[bytes] = []
+        got = 0
+        while got < nbytes:
+            piece = self._pread(offset + got, nbytes - got)
+            if not piece:
+                raise _truncated(self.name, nbytes - got)
+            pieces.append(piece)
+            got += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _pread(self, offset: int, nbytes: int) -> bytes:
+        try:
+            return os.pread(self._fd, nbytes, offset)
+        except OSError as error:
+            raise WidenError(f"{self.name}: cannot be read: {error.strerror}") from None
+
+    def close(self) -> None:
+        # The number is forgotten at once: a later read must fail, not read from a file that got the same number.
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class PipeSource:
+    """A binary stream that is read forward once (standard input); nothing of it is kept.
+
+    `read` may skip forward. An offset before the position is a mistake of the program: ValueError.
+    The stream belongs to the caller: `close` leaves it open.
+    """
+
+    sequential = True
+    size: int | None = None
+
+    def __init__(self, stream: BinaryIO, name: str = "standard input") -> None:
+        self.name = printable(name)
+        self.position = 0
+        self._stream = stream
+
+    def read(self, offset: int, nbytes: int) -> bytes | memoryview:
+        if offset < self.position:
+            raise ValueError(f"a pipe is read forward only: {offset} asked for at {self.position}")
+        missing = offset + nbytes - self.position
+        while self.position < offset:
+            missing -= len(self._piece(offset - self.position, missing))
+        got = bytearray()
+        while len(got) < nbytes:
+            piece = self._piece(nbytes - len(got), missing)
+            if len(piece) == nbytes:
+                return piece
+            got += piece
+            missing -= len(piece)
+        return memoryview(got)
+
+    def expect_end(self) -> None:
+        """Returns when nothing follows the position; WidenError (`bytes after the last tensor`) otherwise."""
+        if self._stream.read(1):
+            raise WidenError(f"{self.name}: there are bytes after the last tensor; make or download the file again")
+
+    def _piece(self, wanted: int, missing: int) -> bytes:
+        try:
+            piece = self._stream.read(min(wanted, PIECE))
+        except OSError as error:
+            raise WidenError(f"{self.name}: cannot be read: {error.strerror}") from None
+        if not piece:
+            raise _truncated(self.name, missing)
+        self.position += len(piece)
+        return piece
+
+    def close(self) -> None:
+        pass
+
+
+def _truncated(name: str, missing: int) -> WidenError:
+    return WidenError(f"{name}: truncated: {missing} bytes missing; download or copy it again")
+
+
+def _open_regular(path: Path, name: str) -> int:
+    """A descriptor of the regular file at `path`; WidenError that says why there is none."""
+    try:
+        # O_NONBLOCK because opening a fifo without a writer would wait for ever; regular files do not know it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WidenError(f"{name}: {_why_not(path, error)}") from None
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise WidenError(f"{name}: is a folder, not a file")
+    raise WidenError(f"{name}: is a pipe or a device; give it on standard input, with - as the input's name")
+
+
+def _why_not(path: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError) and path.is_symlink():
+        target = printable(os.path.realpath(path))
+        return f"is a link to {target}, which is missing; download it again or mend the link"
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if isinstance(error, PermissionError):
+        return "permission denied; make it readable for you (chmod u+r)"
+    return f"cannot be opened: {error.strerror}"

@@ -1,0 +1,219 @@
+"""Streams tensors from a source through the transform to known offsets of an output, in blocks of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from widen_cli.dimensions import Copies, Growth, Run, nested, runs
+from widen_cli.dtypes import DType
+from widen_cli.plan.result import TensorPlan
+from widen_cli.transform import Cast, Counts, widened_rows
+
+BLOCK_BYTES = 4 << 20  # of output; small enough for the caches, large enough that a system call costs nothing beside it
+ROW_BYTES = 1 << 20  # rows above this size are taken apart along their next dimension
+
+
+class Reader(Protocol):
+    """Where stored bytes come from; a sequential one is asked in ascending order only."""
+
+    @property
+    def sequential(self) -> bool: ...
+    def read(self, offset: int, nbytes: int) -> bytes | memoryview: ...
+
+
+class Writer(Protocol):
+    """Where bytes go, by offset."""
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None: ...
+
+
+class StoredBytes(Protocol):
+    """A stored tensor's bytes: their place in a source."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def source(self) -> Reader: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """The place of one written tensor."""
+
+    writer: Writer
+    offset: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of one run: rows [run.start, run.stop), written from row `row` on; `fresh` where they are met for the first time."""
+
+    run: Run
+    row: int
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor seen as rows: how the rows grow, and how each row's trailing dimensions do."""
+
+    rows: Growth
+    trailing: tuple[Growth, ...]
+    source: DType
+    target: DType
+
+    @property
+    def old_sizes(self) -> tuple[int, ...]:
+        return tuple(growth.old for growth in self.trailing)
+
+    @property
+    def old_bytes(self) -> int:
+        return self.source.nbytes(self.old_sizes)
+
+    @property
+    def new_bytes(self) -> int:
+        return self.target.nbytes(tuple(growth.new for growth in self.trailing))
+
+
+def layout(plan: TensorPlan) -> Layout:
+    """Splits a tensor's dimensions into rows and what a row holds, so that a row stays small."""
+    dimensions = plan.growth or ()
+    if len(dimensions) < 2:
+        return Layout(Copies(1), dimensions, plan.source.dtype, plan.dtype)
+    leading = 1
+    while (
+        leading < len(dimensions) - 1
+        and plan.source.dtype.nbytes(tuple(g.old for g in dimensions[leading:])) > ROW_BYTES
+    ):
+        leading += 1
+    rows = dimensions[0]
+    for growth in dimensions[1:leading]:
+        rows = nested(rows, growth)
+    return Layout(rows, dimensions[leading:], plan.source.dtype, plan.dtype)
+
+
+def blocks(shape: Layout, limit: int = BLOCK_BYTES) -> Iterator[list[Block]]:
+    """The work of a tensor, in the order of the output, as groups.
+
+    The groups' old rows follow one another; within a group rows may be met again (copies of a head), so a source that
+    cannot go back has to hold a group's rows.
+    """
+    group: list[Block] = []
+    stop, row = 0, 0
+    seen: set[tuple[int, int]] = set()
+    for run in runs(shape.rows):
+        if run.start >= stop and group:
+            yield group
+            group, seen = [], set()
+        fresh = (run.start, run.stop) not in seen
+        seen.add((run.start, run.stop))
+        stop = max(stop, run.stop)
+        step = max(1, limit // max(1, shape.new_bytes * run.each))
+        for start in range(run.start, run.stop, step):
+            piece = replace(run, start=start, stop=min(start + step, run.stop))
+            group.append(Block(piece, row, fresh))
+            row += (piece.stop - piece.start) * piece.each
+    if group:
+        yield group
+
+
+class TensorStream:
+    """Carries tensors out, on `threads` threads where source and targets can be read and written at any offset."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=threads) if threads > 1 else None
+        self._limit = 2 * threads
+        self._pending: set[Future[Counts]] = set()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, plan: TensorPlan, stored: StoredBytes, targets: Sequence[Target], forward_only: bool) -> Counts:
+        """Writes one tensor; returns what happened to its values."""
+        counts = Counts()
+        if plan.growth is None or stored.nbytes == 0:
+            _copy(stored, targets)
+            return counts
+        work = _Work(plan, layout(plan), stored, targets)
+        for group in blocks(work.layout):
+            if self._pool is None or stored.source.sequential or forward_only:
+                counts.add(work.group(group))
+            else:
+                for block in group:
+                    self._wait(counts, self._limit - 1)
+                    self._pending.add(self._pool.submit(work.block, block))
+        self._wait(counts, 0)
+        return counts
+
+    def _wait(self, counts: Counts, limit: int) -> None:
+        while len(self._pending) > limit:
+            done, self._pending = wait(self._pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                counts.add(future.result())
+
+
+@dataclass(frozen=True)
+class _Work:
+    plan: TensorPlan
+    layout: Layout
+    stored: StoredBytes
+    targets: Sequence[Target]
+
+    def group(self, group: list[Block]) -> Counts:
+        """A group in order, its old rows read once."""
+        counts = Counts()
+        if all(block.fresh for block in group):
+            for block in group:
+                counts.add(self.block(block))
+            return counts
+        start, stop = min(block.run.start for block in group), max(block.run.stop for block in group)
+        held = memoryview(self.read(start, stop))
+        for block in group:
+            begin, end = ((row - start) * self.layout.old_bytes for row in (block.run.start, block.run.stop))
+            counts.add(self.widen(block, held[begin:end]))
+        return counts
+
+    def read(self, start: int, stop: int) -> bytes | memoryview:
+        row = self.layout.old_bytes
+        return self.stored.source.read(self.stored.offset + start * row, (stop - start) * row)
+
+    def block(self, block: Block) -> Counts:
+        return self.widen(block, self.read(block.run.start, block.run.stop))
+
+    def widen(self, block: Block, data: bytes | memoryview) -> Counts:
+        """Widens a block's rows and writes them to every target."""
+        counts, run = Counts(), block.run
+        rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
+        cast = Cast(self.layout.source, self.layout.target, self.plan.offset)
+        wide = widened_rows(rows, self.layout.trailing, run.scale * self.plan.scale, cast, counts)
+        if run.zero:
+            wide = np.zeros_like(wide)
+        if run.each > 1:
+            wide = np.repeat(wide, run.each, axis=0)
+            if run.first_only:
+                wide.reshape(-1, run.each, *wide.shape[1:])[:, 1:] = 0
+        data_out = memoryview(np.ascontiguousarray(wide)).cast("B") if wide.size else b""
+        for target in self.targets:
+            target.writer.write_at(target.offset + block.row * self.layout.new_bytes, data_out)
+        return counts if block.fresh else Counts()
+
+
+def _copy(stored: StoredBytes, targets: Sequence[Target]) -> None:
+    for start in range(0, stored.nbytes, BLOCK_BYTES):
+        data = stored.source.read(stored.offset + start, min(BLOCK_BYTES, stored.nbytes - start))
+        for target in targets:
+            target.writer.write_at(target.offset + start, data)
+
+
+def value_count(plan: TensorPlan) -> int:
+    """The elements written for a tensor, over all its names."""
+    return math.prod(plan.shape) * len(plan.names)

@@ -1,0 +1,221 @@
+"""Widens blocks of values: scales, rounds once, repeats. Sees arrays and growth trees, never a file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from widen_cli.dimensions import Copies, Growth, Laid, leaf_scales
+from widen_cli.dtypes import DType
+from widen_cli.scales import ONE, Scale
+
+Array = npt.NDArray[Any]
+
+# Bits are moved as unsigned integers: fast, and a NaN's payload stays what it was.
+_BITS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+
+
+@dataclass
+class Counts:
+    """What happened to the stored values of a tensor, each counted once and not once a copy.
+
+    `rounded`: the result is not the exact product; `overflowed`: a finite value became infinite or NaN.
+    """
+
+    values: int = 0
+    rounded: int = 0
+    overflowed: int = 0
+
+    def add(self, other: Counts) -> None:
+        self.values += other.values
+        self.rounded += other.rounded
+        self.overflowed += other.overflowed
+
+
+@dataclass(frozen=True)
+class Cast:
+    """From one element type to another, with the offset of a gain that is stored as w and used as `offset + w`."""
+
+    source: DType
+    target: DType
+    offset: int = 0
+
+    def scaled(self, values: Array, scale: Scale, counts: Counts) -> Array:
+        """`values` (any shape) times the scale, rounded once to nearest even, as the target's bits."""
+        counts.values += values.size
+        target = _array_type(self.target)
+        if scale.is_one and self.source == self.target:
+            return values.view(_BITS[values.dtype.itemsize])
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            if self.source == self.target and self.source.bits >= 32 and scale.is_power_of_two and not self.offset:
+                rounded = self.shifted(values, scale, counts)
+            else:
+                exact = self.product(values, scale)
+                rounded = rounded_once(exact, target)
+                self.count(values, exact, rounded, scale, counts)
+        return rounded.view(_BITS[target.itemsize])
+
+    def shifted(self, values: Array, scale: Scale, counts: Counts) -> Array:
+        """A power of two times float32 or float64: one multiplication, exact unless undoing it shows otherwise."""
+        factor = float(scale)
+        product = values * values.dtype.type(factor)
+        lost = (product * values.dtype.type(1 / factor) != values) & np.isfinite(values)
+        if lost.any():
+            overflowed = int(np.count_nonzero(lost & ~np.isfinite(product)))
+            counts.overflowed += overflowed
+            counts.rounded += int(np.count_nonzero(lost)) - overflowed
+        return np.asarray(product)
+
+    def product(self, values: Array, scale: Scale) -> Array:
+        """The product in float32 where that is exact, else in float64."""
+        small = self.source.bits < 32 or scale.is_one
+        if small and scale.is_power_of_two and not self.offset and self.target.bits <= 32 and self.source.bits <= 32:
+            return values.astype(np.float32) * np.float32(float(scale))
+        factor = float(scale)
+        return values.astype(np.float64) * factor + (factor - 1.0) * self.offset
+
+    def count(self, values: Array, exact: Array, rounded: Array, scale: Scale, counts: Counts) -> None:
+        """Adds how many finite values became infinite, and how many others are not exactly the product."""
+        back = rounded.astype(np.float64)
+        finite = np.isfinite(values.astype(np.float64))
+        overflowed = finite & ~np.isfinite(back)
+        fraction = scale.fraction
+        if scale.is_power_of_two or self.offset:
+            changed = back != exact
+        elif fraction is None:
+            changed = values != 0
+        else:
+            # float64 holds a float32 times a small number exactly; for float64 itself, more bits where the machine has them.
+            wide = np.float64 if self.source.bits <= 32 else np.longdouble
+            changed = values.astype(wide) * wide(fraction.numerator) != back.astype(wide) * wide(fraction.denominator)
+        counts.overflowed += int(np.count_nonzero(overflowed))
+        counts.rounded += int(np.count_nonzero(changed & finite & ~overflowed))
+
+
+def _array_type(dtype: DType) -> np.dtype[Any]:
+    if dtype.numpy is None:
+        raise ValueError(f"{dtype.name} has no array type")
+    return dtype.numpy
+
+
+def rounded_once(exact: Array, target: np.dtype[Any]) -> Array:
+    """`exact` (float32 or float64) rounded to nearest even in the target type.
+
+    ml_dtypes goes from float64 to its small types by way of float32, which would round twice; rounding to odd on the
+    way keeps the sticky bit, so that the second rounding decides as one would (Boldo and Melquiond, 2008).
+    """
+    if exact.dtype == np.float32 or target.kind == "f":
+        return exact.astype(target)
+    nearest = exact.astype(np.float32)
+    bits = nearest.view(np.int32)
+    away = (nearest.astype(np.float64) > exact) == (nearest > 0)
+    inexact = (nearest != exact) & np.isfinite(nearest) & ((bits & 1) == 0)
+    odd = np.where(inexact, np.where(away, bits - 1, bits + 1), bits).astype(np.int32).view(np.float32)
+    return odd.astype(target)
+
+
+def widened_rows(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: Cast, counts: Counts) -> Array:
+    """Rows with their trailing dimensions widened.
+
+    `rows` is [n, *old sizes of trailing]; the result holds the target's bits, [n, *new sizes of trailing].
+    `scale` is the factor that belongs to the rows themselves.
+    """
+    bits = _scaled(rows, trailing, scale, cast, counts)
+    if all(growth.old == growth.new for growth in trailing):
+        return bits
+    for axis, growth in enumerate(trailing, start=1):
+        if growth.old != growth.new:
+            bits = _spread(bits, axis, growth)
+    return bits
+
+
+def _scaled(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: Cast, counts: Counts) -> Array:
+    """The rows' values times the product of all their leaves' scales."""
+    leaves = [list(_leaves(growth)) for growth in trailing]
+    if all(len({leaf.scale for leaf in axis}) <= 1 for axis in leaves):
+        for axis in leaves:
+            scale = scale * (axis[0].scale if axis else ONE)
+        return cast.scaled(rows, scale, counts)
+    result = np.empty(rows.shape, _BITS[_array_type(cast.target).itemsize])
+    _scale_parts(rows, result, trailing, 1, scale, cast, counts)
+    return result
+
+
+def _leaves(growth: Growth) -> list[Copies]:
+    if isinstance(growth, Laid):
+        return [leaf for part in growth.parts for leaf in _leaves(part)]
+    return _leaves(growth.inner) if growth.inner else [growth]
+
+
+def _scale_parts(
+    rows: Array, result: Array, trailing: tuple[Growth, ...], axis: int, scale: Scale, cast: Cast, counts: Counts
+) -> None:
+    """Scales part by part along the first of the trailing dimensions that is left, then along the rest."""
+    if not trailing:
+        result[...] = cast.scaled(np.ascontiguousarray(rows), scale, counts)
+        return
+    growth, rest = trailing[0], trailing[1:]
+    same = list(dict.fromkeys(leaf_scales(growth)))
+    if len(same) == 1:
+        _scale_parts(rows, result, rest, axis + 1, scale * same[0], cast, counts)
+    elif isinstance(growth, Laid):
+        start = 0
+        for part in growth.parts:
+            cut = (slice(None),) * axis + (slice(start, start + part.old),)
+            _scale_parts(rows[cut], result[cut], (part, *rest), axis, scale, cast, counts)
+            start += part.old
+    elif growth.inner is not None:
+        inner = growth.inner
+        split = (*rows.shape[:axis], growth.size, inner.old, *rows.shape[axis + 1 :])
+        _scale_parts(rows.reshape(split), result.reshape(split), (inner, *rest), axis + 1, scale, cast, counts)
+
+
+def _spread(bits: Array, axis: int, growth: Growth) -> Array:
+    """Repeats along one axis as the tree says."""
+    if axis == bits.ndim - 1 and isinstance(growth, Copies) and growth.inner is None:
+        wide = bits.dtype.itemsize * growth.copies
+        if wide in _BITS:
+            return _multiplied(bits, growth, _BITS[wide])
+    before, after = bits.shape[:axis], bits.shape[axis + 1 :]
+    result = np.empty((*before, growth.new, *after), bits.dtype)
+    _fill(result.reshape(math.prod(before), growth.new, -1), bits.reshape(math.prod(before), growth.old, -1), growth)
+    return result
+
+
+def _multiplied(bits: Array, growth: Copies, wide: np.dtype[Any]) -> Array:
+    """Neighbouring copies as one wider integer: the bits times 0x...00010001, or the bits alone where the other copies are zero."""
+    shift = 8 * bits.dtype.itemsize
+    pattern = 1 if growth.first_only else sum(1 << (shift * copy) for copy in range(growth.copies))
+    return (np.ascontiguousarray(bits).astype(wide) * wide.type(pattern)).view(bits.dtype)
+
+
+def _fill(out: Array, source: Array, growth: Growth) -> None:
+    """Writes the widened middle axis of `source` [n, old, m] into `out` [n, new, m]."""
+    if isinstance(growth, Laid):
+        old, new = 0, 0
+        for part in growth.parts:
+            _fill(out[:, new : new + part.new], source[:, old : old + part.old], part)
+            old, new = old + part.old, new + part.new
+        return
+    inner = growth.inner
+    step_new, step_old = (inner.new, inner.old) if inner else (1, 1)
+    n, _, m = source.shape
+    spread = out.reshape(n, growth.size, growth.copies, step_new, m)
+    blocks = source.reshape(n, growth.size, step_old, m)
+    for copy in range(growth.copies):
+        if growth.first_only and copy:
+            spread[:, :, copy] = 0
+        elif inner is None:
+            spread[:, :, copy] = blocks
+        else:
+            _fill_each(spread[:, :, copy], blocks, inner)
+
+
+def _fill_each(out: Array, blocks: Array, inner: Growth) -> None:
+    """The inner tree for every outer position: `blocks` [n, outer, old, m] into `out` [n, outer, new, m]."""
+    for outer in range(blocks.shape[1]):
+        _fill(out[:, outer], blocks[:, outer], inner)
