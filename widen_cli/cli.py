@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from widen_cli import __version__
 from widen_cli.convert import Job, Options, Report, prepare, run
+from widen_cli.demo import demonstration
 from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError, printable
-from widen_cli.maps import catalog_path, map_names
+from widen_cli.maps import map_names, map_text
 from widen_cli.outputs import is_stream
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.text import plan_json, plan_text
@@ -183,7 +184,11 @@ def _run(job: Job, quiet: int) -> Report:
     total = sum(tensor.dtype.nbytes(tensor.shape) * len(tensor.names) for tensor in job.plan.tensors)
     silent = True if quiet or os.environ.get("TERM") == "dumb" else None
     with tqdm(total=total, unit="B", unit_scale=True, disable=silent, leave=False, file=sys.stderr) as bar:
-        return run(job, bar.update)
+
+        def advance(nbytes: int) -> None:
+            bar.update(nbytes)
+
+        return run(job, advance)
 
 
 def _print_plan(job: Job, as_json: bool) -> None:
@@ -211,7 +216,8 @@ def _summary(report: Report, quiet: int) -> None:
         for name in overflowed[:8]:
             counts = report.counts[name]
             click.echo(
-                f"warning: '{printable(name)}': {counts.overflowed} of {counts.values} values became infinite; try --scaling copy or --dtype F32",
+                f"warning: '{printable(name)}': {counts.overflowed} of {counts.values} values became infinite; "
+                "try --scaling copy or --dtype F32",
                 err=True,
             )
         if len(overflowed) > 8:
@@ -251,17 +257,20 @@ def maps(name: str | None) -> None:
     """List the architecture maps, or print the one called NAME."""
     if name is None:
         for known in map_names():
-            path = catalog_path(known)
-            first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") if path else ""
-            click.echo(f"{known:12} {first}")
+            click.echo(f"{known:12} {map_text(known).splitlines()[0].lstrip('# ')}")
         return
-    path = catalog_path(name)
-    if path is None:
-        from widen_cli.maps import catalog_map
+    click.echo(map_text(name), nl=False)
 
-        catalog_map(name)
-        return
-    click.echo(path.read_text(encoding="utf-8"), nl=False)
+
+@cli.command()
+@click.argument("folder", required=False, metavar="[FOLDER]")
+@reporting
+def demo(folder: str | None) -> None:
+    """Make a tiny model, widen it, run both and compare; FOLDER keeps the files."""
+    text, same = demonstration(folder)
+    click.echo(text)
+    if not same:
+        sys.exit(3)
 
 
 def main() -> None:

@@ -132,8 +132,8 @@ def _check_equal(checkpoint: Checkpoint, plan: Plan) -> None:
     for head, table in plan.equal_pairs:
         if not checkpoint.sequential and not _same_bytes(stored[head], stored[table]):
             raise WidenError(
-                f"{printable(checkpoint.name)}: the config ties '{printable(head)}' to '{printable(table)}', but their values differ, and loaders "
-                f"disagree on which counts; remove '{printable(head)}', or say --set tie_word_embeddings=false"
+                f"{printable(checkpoint.name)}: the config ties '{printable(head)}' to '{printable(table)}', but their values "
+                f"differ, and loaders disagree on which counts; remove '{printable(head)}', or say --set tie_word_embeddings=false"
             )
 
 

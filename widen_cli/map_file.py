@@ -124,9 +124,9 @@ class _Builder:
             built[key] = self.build(value_node, (*path, key))
         return built
 
-    def scalar(self, node: yaml.Node) -> Any:
+    def scalar(self, node: Any) -> Any:
         try:
-            value = self.scalars.construct_object(node)  # type: ignore[no-untyped-call]
+            value = self.scalars.construct_object(node)
         except (yaml.YAMLError, ValueError) as error:
             raise WidenError(f"{self.at(node)}: cannot read '{node.value}': {str(error).splitlines()[0]}") from None
         # YAML 1.1 reads `1e-5` as text for want of a dot; people write it as a number.

@@ -197,17 +197,15 @@ class _Compiler:
     def axis(self, name: str, document: MapDocument) -> Axis:
         section = document.axes[name]
         keys = [section.key] if isinstance(section.key, str) else section.key or []
-        formulas = [
-            None if text is None else self.condition(str(text), ("axes", name, key), document)
-            for key, text in (("size", section.size), ("else", section.otherwise))
-        ]
+        size = self.optional(section.size, ("axes", name, "size"), document)
+        otherwise = self.optional(section.otherwise, ("axes", name, "else"), document)
         if section.size is not None and keys:
             self.fault(
                 ("axes", name), f"axis '{name}' has a 'key' and a 'size'; say 'else' for what an absent key means"
             )
         if section.size is None and not keys and not section.fixed:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
-        return Axis(name, tuple(keys), *formulas, section.fixed)
+        return Axis(name, tuple(keys), size, otherwise, section.fixed)
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)
@@ -218,6 +216,15 @@ class _Compiler:
         known = {*document.axes, *document.spaces, *document.config}
         self.check_formula(formula, path, known, (*FORMULA_FUNCTIONS, *document.config))
         return Space(name, name if name in document.axes else None, formula, place)
+
+    def optional(
+        self,
+        text: str | int | bool | None,
+        path: Keys,
+        document: MapDocument,
+        functions: Iterable[str] = CONDITION_FUNCTIONS,
+    ) -> Formula | None:
+        return None if text is None else self.condition(str(text), path, document, functions)
 
     def condition(
         self, text: str, path: Keys, document: MapDocument, functions: Iterable[str] = CONDITION_FUNCTIONS
@@ -248,16 +255,11 @@ class _Compiler:
                 path: Keys = ("tensors", name, number)
                 shape = self.parsed(parse_shape, section.shape, (*path, "shape"), "1")
                 self.check_shape(shape, (*path, "shape"), document)
-                conditions = [
-                    None if text is None else self.condition(str(text), (*path, key), document, functions)
-                    for key, text, functions in (
-                        ("if", section.condition, CONDITION_FUNCTIONS),
-                        ("when", section.when, CONDITION_FUNCTIONS),
-                        ("times", section.times, ("sqrt",)),
-                    )
-                ]
+                condition = self.optional(section.condition, (*path, "if"), document)
+                when = self.optional(section.when, (*path, "when"), document)
+                times = self.optional(section.times, (*path, "times"), document, ("sqrt",))
                 place = self.data.key_place(("tensors", name))
-                yield TensorRule(pattern, shape, *conditions, section.offset, need or "each", place)
+                yield TensorRule(pattern, shape, condition, when, times, section.offset, need or "each", place)
 
     def check_shape(self, shape: Shape, path: Keys, document: MapDocument) -> None:
         words = {*document.axes, *document.spaces}
@@ -307,12 +309,21 @@ def catalog_path(name: str) -> Path | None:
 @cache
 def catalog_map(name: str) -> ArchitectureMap:
     """A map that comes with the tool. Raises WidenError with a near miss for an unknown name."""
+    return load_map(_known_path(name))
+
+
+def map_text(name: str) -> str:
+    """The YAML text of a map that comes with the tool. Raises WidenError as `catalog_map` does."""
+    return _known_path(name).read_text(encoding="utf-8")
+
+
+def _known_path(name: str) -> Path:
     path = catalog_path(name)
     if path is None:
         raise WidenError(
             f"map '{name}': there is no such map{did_you_mean(name, map_names())}; `widen-ckpt maps` lists them"
         )
-    return load_map(path)
+    return path
 
 
 def map_for_model_type(model_type: str) -> ArchitectureMap | None:

@@ -201,7 +201,7 @@ class _Work:
             wide = np.repeat(wide, run.each, axis=0)
             if run.first_only:
                 wide.reshape(-1, run.each, *wide.shape[1:])[:, 1:] = 0
-        data_out = memoryview(np.ascontiguousarray(wide)).cast("B") if wide.size else b""
+        data_out = np.ascontiguousarray(wide).data.cast("B") if wide.size else b""
         for target in self.targets:
             target.writer.write_at(target.offset + block.row * self.layout.new_bytes, data_out)
         return counts if block.fresh else Counts()

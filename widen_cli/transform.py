@@ -16,7 +16,7 @@ from widen_cli.scales import ONE, Scale
 Array = npt.NDArray[Any]
 
 # Bits are moved as unsigned integers: fast, and a NaN's payload stays what it was.
-_BITS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_BITS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
 @dataclass
@@ -74,9 +74,9 @@ class Cast:
         """The product in float32 where that is exact, else in float64."""
         small = self.source.bits < 32 or scale.is_one
         if small and scale.is_power_of_two and not self.offset and self.target.bits <= 32 and self.source.bits <= 32:
-            return values.astype(np.float32) * np.float32(float(scale))
+            return np.asarray(values.astype(np.float32) * np.float32(float(scale)))
         factor = float(scale)
-        return values.astype(np.float64) * factor + (factor - 1.0) * self.offset
+        return np.asarray(values.astype(np.float64) * factor + (factor - 1.0) * self.offset)
 
     def count(self, values: Array, exact: Array, rounded: Array, scale: Scale, counts: Counts) -> None:
         """Adds how many finite values became infinite, and how many others are not exactly the product."""
@@ -90,7 +90,7 @@ class Cast:
             changed = values != 0
         else:
             # float64 holds a float32 times a small number exactly; for float64 itself, more bits where the machine has them.
-            wide = np.float64 if self.source.bits <= 32 else np.longdouble
+            wide: Any = np.float64 if self.source.bits <= 32 else np.longdouble
             changed = values.astype(wide) * wide(fraction.numerator) != back.astype(wide) * wide(fraction.denominator)
         counts.overflowed += int(np.count_nonzero(overflowed))
         counts.rounded += int(np.count_nonzero(changed & finite & ~overflowed))
@@ -190,7 +190,7 @@ def _multiplied(bits: Array, growth: Copies, wide: np.dtype[Any]) -> Array:
     """Neighbouring copies as one wider integer: the bits times 0x...00010001, or the bits alone where the other copies are zero."""
     shift = 8 * bits.dtype.itemsize
     pattern = 1 if growth.first_only else sum(1 << (shift * copy) for copy in range(growth.copies))
-    return (np.ascontiguousarray(bits).astype(wide) * wide.type(pattern)).view(bits.dtype)
+    return np.asarray((np.ascontiguousarray(bits).astype(wide) * wide.type(pattern)).view(bits.dtype))
 
 
 def _fill(out: Array, source: Array, growth: Growth) -> None:

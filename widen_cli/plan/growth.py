@@ -77,7 +77,8 @@ def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, int]) -> Non
     for axis in asked:
         if axis not in architecture.axes:
             faults.append(
-                f"--grow {axis}: map '{architecture.architecture}' has no such axis{did_you_mean(axis, growing)}; it has {', '.join(growing)}"
+                f"--grow {axis}: map '{architecture.architecture}' has no such axis{did_you_mean(axis, growing)}; "
+                f"it has {', '.join(growing)}"
             )
         elif axis not in growing and asked[axis] != 1:
             faults.append(f"--grow {axis}: '{axis}' cannot grow; these can: {', '.join(growing)}")
@@ -161,7 +162,10 @@ def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, int]) -> str
         if axis.computed and axis.size and not axis.size.text.isdigit()
     ]
     asked = ",".join(f"{axis}={number}" for axis, number in wanted.items())
-    return f"--grow {asked}: does not go with {' and '.join(tied)}, which the config of '{architecture.architecture}' fixes; every factor has to stay a whole number"
+    return (
+        f"--grow {asked}: does not go with {' and '.join(tied)}, which the config of '{architecture.architecture}' fixes; "
+        "every factor has to stay a whole number"
+    )
 
 
 def position_axes(architecture: ArchitectureMap, formulas: Mapping[str, Formula]) -> dict[str, set[str]]:

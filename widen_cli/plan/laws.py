@@ -112,10 +112,9 @@ class FormulaReader:
         argument, *epsilons = node.args
         inner = self.power(argument, None)
         for epsilon in epsilons:
-            literal = isinstance(epsilon, ast.Constant)
-            self.reading.norms.append(
-                NormLaw(inner, float(epsilon.value) if literal else dotted(epsilon), ast.unparse(argument))
-            )  # type: ignore[attr-defined]
+            literal = epsilon.value if isinstance(epsilon, ast.Constant) else None
+            key = float(literal) if isinstance(literal, int | float) else dotted(epsilon)
+            self.reading.norms.append(NormLaw(inner, key, ast.unparse(argument)))
         if name not in inner.spaces:
             self.reading.norm_outputs.add(name)
         return True

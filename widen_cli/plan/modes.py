@@ -104,4 +104,5 @@ def solve(mode: Mode, laws: list[Law], reading: Reading, roles: Roles) -> dict[s
         *roles.others,
         *(name for pair in roles.contractions for name in pair),
     }
-    return {name: scale for name in sorted(names) if (scale := equations.value(name)) is not None}
+    solved = {name: equations.value(name) for name in sorted(names)}
+    return {name: scale for name, scale in solved.items() if scale is not None}

@@ -271,7 +271,8 @@ class _Planner:
             old = self.config.get(key, self.architecture.defaults.get(key))
             if not isinstance(old, int | float) or isinstance(old, bool):
                 raise WidenError(
-                    f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed; its norms' epsilon has to be scaled by {scale}"
+                    f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed; "
+                    f"its norms' epsilon has to be scaled by {scale}"
                 )
             new = float(old) * float(scale)
             changes.append(ConfigChange(key, self.config.get(key), new, EXACT if scale.is_power_of_two else ROUNDS))

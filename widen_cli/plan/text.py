@@ -32,7 +32,7 @@ def _old(change: ConfigChange) -> str:
 def _tensor_rows(plan: Plan) -> Iterator[list[str]]:
     rows: dict[tuple[str, ...], int] = {}
     for tensor in plan.tensors:
-        key = (
+        key: tuple[str, ...] = (
             printable(tensor.pattern),
             str(list(tensor.source.shape)),
             "->",
