@@ -40,6 +40,13 @@ class Checkpoint:
     def sources(self) -> list[Source]:
         return list({id(tensor.source): tensor.source for tensor in self.tensors}.values())
 
+    def read_to_end(self) -> None:
+        """Of a pipe, reads what follows the last tensor that was needed; WidenError where that is cut short or too long."""
+        for source in self.sources():
+            if isinstance(source, PipeSource):
+                source.read(max(tensor.offset + tensor.nbytes for tensor in self.tensors), 0)
+                source.expect_end()
+
     def close(self) -> None:
         for source in self.sources():
             source.close()
@@ -72,7 +79,7 @@ def open_checkpoint(
                 for text in error.faults:
                     faults.add(text)
         else:
-            header = read_header(PipeSource(sys.stdin.buffer) if given == "-" else FileSource(path))
+            header = read_header(_source(given))
             tensors, metadata = header.tensors, header.metadata
             config_path = config_path or (None if given == "-" else _config_beside(path))
         config = ModelConfig({}, "no config", present=False)
@@ -91,6 +98,13 @@ def open_checkpoint(
     return Checkpoint(
         name, tensors, metadata, config, config_path, directory, files, directory.warnings if directory else ()
     )
+
+
+def _source(given: str) -> Source:
+    """A pipe for `-`, a fifo or a shell's <(command), a file for the rest."""
+    if given == "-":
+        return PipeSource(sys.stdin.buffer)
+    return PipeSource(open(given, "rb"), given) if Path(given).is_fifo() else FileSource(Path(given))
 
 
 def _config_beside(path: Path) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -201,9 +201,11 @@ def _write_file(job: Job, stream: TensorStream, counts: dict[str, Counts], progr
         if is_stream(job.options.output):
             with StreamOutput(job.options.output) as output:
                 _write_shard(job, shard, output, stream, counts, progress, forward_only=True)
+                job.checkpoint.read_to_end()
         else:
             with FileOutput(job.options.output, shard.nbytes) as output:
                 _write_shard(job, shard, output, stream, counts, progress, forward_only=False)
+                job.checkpoint.read_to_end()
 
 
 def _write_directory(job: Job, stream: TensorStream, counts: dict[str, Counts], progress: Progress) -> None:
@@ -211,6 +213,7 @@ def _write_directory(job: Job, stream: TensorStream, counts: dict[str, Counts], 
         for shard in job.shards:
             with folder.open(shard.name, shard.nbytes) as output:
                 _write_shard(job, shard, output, stream, counts, progress, forward_only=False)
+        job.checkpoint.read_to_end()
         if len(job.shards) > 1:
             weight_map = {name: shard.name for shard in job.shards for _, name, _ in shard.tensors}
             total = sum(tensor.dtype.nbytes(tensor.shape) for shard in job.shards for tensor, _, _ in shard.tensors)
@@ -265,7 +268,3 @@ def _write_shard(
             counts[tensor.source.name] = counted
         progress(tensor.dtype.nbytes(tensor.shape))
 
-
-def needed_sources(job: Job) -> Sequence[str]:
-    """The files a job reads, for messages."""
-    return [source.name for source in job.checkpoint.sources()]

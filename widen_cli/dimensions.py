@@ -57,6 +57,7 @@ class Run:
     """Old positions [start, stop) in order, each `each` times in a row, times `scale`.
 
     `first_only`: the copies after the first are zero. `zero`: all of them are.
+    `again`: these positions came before, in an earlier copy of what lies around them.
     """
 
     start: int
@@ -65,9 +66,7 @@ class Run:
     scale: Scale
     first_only: bool = False
     zero: bool = False
-
-    def shifted(self, by: int, zero: bool) -> Run:
-        return Run(self.start + by, self.stop + by, self.each, self.scale, self.first_only, self.zero or zero)
+    again: bool = False
 
 
 def leaf_scales(growth: Growth) -> Iterator[Scale]:
@@ -82,45 +81,35 @@ def leaf_scales(growth: Growth) -> Iterator[Scale]:
 
 
 def runs(growth: Growth) -> list[Run]:
-    """The new positions in order, as the longest runs of old ones."""
-    return list(_joined(_runs(growth)))
+    """The new positions in order, as runs of old ones."""
+    return list(_runs(growth))
 
 
 def _runs(growth: Growth) -> Iterator[Run]:
     if isinstance(growth, Laid):
         at = 0
         for part in growth.parts:
-            for run in _runs(part):
-                yield run.shifted(at, False)
+            yield from (_shifted(run, at) for run in _runs(part))
             at += part.old
     elif growth.inner is None:
         yield Run(0, growth.size, growth.copies, growth.scale, growth.first_only)
     else:
-        inner, step = runs(growth.inner), growth.inner.old
-        for position in range(growth.size):
-            for copy in range(growth.copies):
-                for run in inner:
-                    yield run.shifted(position * step, growth.first_only and copy > 0)
+        yield from _outer_runs(growth, runs(growth.inner), growth.inner.old)
 
 
-def _joined(pieces: Iterator[Run]) -> Iterator[Run]:
-    last: Run | None = None
-    for piece in pieces:
-        same = last is not None and (last.stop, last.each, last.scale, last.first_only, last.zero) == (
-            piece.start,
-            piece.each,
-            piece.scale,
-            piece.first_only,
-            piece.zero,
-        )
-        if last is not None and same:
-            last = Run(last.start, piece.stop, last.each, last.scale, last.first_only, last.zero)
-            continue
-        if last is not None:
-            yield last
-        last = piece
-    if last is not None:
-        yield last
+def _outer_runs(growth: Copies, inner: list[Run], step: int) -> Iterator[Run]:
+    if growth.copies == 1 and len(inner) == 1:
+        yield replace(inner[0], stop=growth.size * step)
+        return
+    for position in range(growth.size):
+        for copy in range(growth.copies):
+            zero = growth.first_only and copy > 0
+            for run in inner:
+                yield replace(_shifted(run, position * step), zero=run.zero or zero, again=run.again or copy > 0)
+
+
+def _shifted(run: Run, by: int) -> Run:
+    return replace(run, start=run.start + by, stop=run.stop + by)
 
 
 def nested(outer: Growth, inner: Growth) -> Growth:

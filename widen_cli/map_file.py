@@ -130,7 +130,7 @@ class _Builder:
         except (yaml.YAMLError, ValueError) as error:
             raise WidenError(f"{self.at(node)}: cannot read '{node.value}': {str(error).splitlines()[0]}") from None
         # YAML 1.1 reads `1e-5` as text for want of a dot; people write it as a number.
-        if isinstance(value, str) and node.style is None and _PLAIN_FLOAT.fullmatch(value):
+        if isinstance(value, str) and not node.style and _PLAIN_FLOAT.fullmatch(value):
             return float(value)
         return value
 

@@ -54,11 +54,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of one run: rows [run.start, run.stop), written from row `row` on; `fresh` where they are met for the first time."""
+    """A piece of one run: rows [run.start, run.stop), written from row `row` on."""
 
     run: Run
     row: int
-    fresh: bool
 
 
 @dataclass(frozen=True)
@@ -108,18 +107,15 @@ def blocks(shape: Layout, limit: int = BLOCK_BYTES) -> Iterator[list[Block]]:
     """
     group: list[Block] = []
     stop, row = 0, 0
-    seen: set[tuple[int, int]] = set()
     for run in runs(shape.rows):
         if run.start >= stop and group:
             yield group
-            group, seen = [], set()
-        fresh = (run.start, run.stop) not in seen
-        seen.add((run.start, run.stop))
+            group = []
         stop = max(stop, run.stop)
         step = max(1, limit // max(1, shape.new_bytes * run.each))
         for start in range(run.start, run.stop, step):
             piece = replace(run, start=start, stop=min(start + step, run.stop))
-            group.append(Block(piece, row, fresh))
+            group.append(Block(piece, row))
             row += (piece.stop - piece.start) * piece.each
     if group:
         yield group
@@ -171,7 +167,7 @@ class _Work:
     def group(self, group: list[Block]) -> Counts:
         """A group in order, its old rows read once."""
         counts = Counts()
-        if all(block.fresh for block in group):
+        if not any(block.run.again for block in group):
             for block in group:
                 counts.add(self.block(block))
             return counts
@@ -204,7 +200,7 @@ class _Work:
         data_out = np.ascontiguousarray(wide).data.cast("B") if wide.size else b""
         for target in self.targets:
             target.writer.write_at(target.offset + block.row * self.layout.new_bytes, data_out)
-        return counts if block.fresh else Counts()
+        return Counts() if run.again else counts
 
 
 def _copy(stored: StoredBytes, targets: Sequence[Target]) -> None:

@@ -146,7 +146,7 @@ class _Planner:
         config = self.size_changes() + self.epsilon_changes(scales) + self.dtype_change()
         self.warn()
         if not self.config.present and config:
-            listed = ", ".join(f"{change.key} to {change.new}" for change in config)
+            listed = ", ".join(f"{change.key} = {change.new}" for change in config)
             self.warnings.append(
                 f"{self.file}: no config was found, so none is written; whatever loads the result needs {listed}"
             )
@@ -217,31 +217,38 @@ class _Planner:
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         planned: list[TensorPlan] = []
-        faults = Faults()
-        with faults:
-            for tensor in tensors:
-                if tensor.name in carried:
-                    planned.append(TensorPlan(tensor, (tensor.name,), tensor.name, tensor.dtype))
-                elif item := matched.get(tensor.name):
-                    try:
-                        planned.append(builder.tensor_plan(item, self.match, self.request.dtype))
-                    except UnknownSizeError as error:
-                        faults.add(self.needs(error.axes, tensor.name))
+        unknown: dict[str, str] = {}
+        for tensor in tensors:
+            if tensor.name in carried:
+                planned.append(TensorPlan(tensor, (tensor.name,), tensor.name, tensor.dtype))
+            elif item := matched.get(tensor.name):
+                try:
+                    planned.append(builder.tensor_plan(item, self.match, self.request.dtype))
+                except UnknownSizeError as error:
+                    unknown.update({axis: tensor.name for axis in error.axes if axis not in unknown})
+        if unknown:
+            raise WidenError(self.needs(unknown))
         return tuple(planned)
 
-    def needs(self, axes: Sequence[str], tensor: str) -> str:
-        keys = {axis: self.architecture.axes[axis].keys for axis in axes}
-        settable = [f"--set {names[0]}=N" for names in keys.values() if names]
+    def needs(self, unknown: dict[str, str]) -> str:
+        """What to say of axes whose sizes nothing tells; `unknown` names for each a tensor that holds a product with it."""
+        keys = [axis.keys[0] for name, axis in self.architecture.axes.items() if name in unknown and axis.keys]
+        more = f"; where that is not enough, {' and '.join(keys[1:])} too" if keys[1:] else ""
         return (
-            f"{self.file}: without a config the tensors do not tell {' and '.join(keys)} "
-            f"('{printable(tensor)}' holds only their product); give --config, or {' or '.join(settable)}"
+            f"{self.file}: the tensors alone do not tell {', '.join(unknown)} "
+            f"('{printable(next(iter(unknown.values())))}' holds only a product with it); "
+            f"give --config, or --set {keys[0] if keys else 'the missing size'}=N{more}"
         )
 
     def size_changes(self) -> list[ConfigChange]:
         changes = []
         wide = _wide_sizes(self.sizes, self.growth.factors)
         for name, axis in self.architecture.axes.items():
-            if not axis.keys or name not in self.sizes.known:
+            if (
+                not axis.keys
+                or name not in self.sizes.known
+                or not (self.config.present or self.growth.factors[name] > 1)
+            ):
                 continue
             new = wide.known[name]
             held = [key for key in axis.keys if self.config.get(key) is not None]
@@ -268,6 +275,10 @@ class _Planner:
         for key, scale in self.spaces.epsilon_scales(scales).items():
             if scale.is_one:
                 continue
+            exactness = EXACT if scale.is_power_of_two else ROUNDS
+            if not self.config.present:
+                changes.append(ConfigChange(key, None, f"{scale} of what it was", exactness))
+                continue
             old = self.config.get(key, self.architecture.defaults.get(key))
             if not isinstance(old, int | float) or isinstance(old, bool):
                 raise WidenError(
@@ -275,7 +286,7 @@ class _Planner:
                     f"its norms' epsilon has to be scaled by {scale}"
                 )
             new = float(old) * float(scale)
-            changes.append(ConfigChange(key, self.config.get(key), new, EXACT if scale.is_power_of_two else ROUNDS))
+            changes.append(ConfigChange(key, self.config.get(key), new, exactness))
         return changes
 
     def dtype_change(self) -> list[ConfigChange]:
@@ -298,9 +309,8 @@ class _Planner:
             self.warnings.append(
                 f"{self.file}: buffers that are computed anew when the model loads, left out: {_names(self.match.dropped)}"
             )
-        tied = {tie.tensor for tie in self.match.ties}
-        for tie in self.match.ties:
-            if not self.config.present and tie.tensor in tied and self.match.by_name(tie.tensor) is None:
+        for tie in self.spaces.ties:
+            if not self.config.present and self.match.by_name(tie.tensor) is None:
                 self.warnings.append(
                     f"{self.file}: no config says so, but '{tie.tensor}' is not stored and is taken as tied to '{tie.to}'"
                 )
