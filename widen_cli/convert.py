@@ -267,4 +267,3 @@ def _write_shard(
         if name == tensor.names[0]:
             counts[tensor.source.name] = counted
         progress(tensor.dtype.nbytes(tensor.shape))
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,53 +48,89 @@ class Cast:
     def scaled(self, values: Array, scale: Scale, counts: Counts) -> Array:
         """`values` (any shape) times the scale, rounded once to nearest even, as the target's bits."""
         counts.values += values.size
-        target = _array_type(self.target)
         if scale.is_one and self.source == self.target:
             return values.view(_BITS[values.dtype.itemsize])
+        if self.source.bits <= 16:
+            return self.looked_up(values, scale, counts)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            if self.source == self.target and self.source.bits >= 32 and scale.is_power_of_two and not self.offset:
+            if self.source == self.target and scale.is_power_of_two and not self.offset:
                 rounded = self.shifted(values, scale, counts)
             else:
                 exact = self.product(values, scale)
-                rounded = rounded_once(exact, target)
-                self.count(values, exact, rounded, scale, counts)
-        return rounded.view(_BITS[target.itemsize])
+                rounded = rounded_once(exact, _array_type(self.target))
+                changed, overflowed = self.faults(values, exact, rounded, scale)
+                counts.rounded += int(np.count_nonzero(changed))
+                counts.overflowed += int(np.count_nonzero(overflowed))
+        return rounded.view(_BITS[rounded.dtype.itemsize])
+
+    def looked_up(self, values: Array, scale: Scale, counts: Counts) -> Array:
+        """The product of small types: there are at most 65536 of them, so each is computed once."""
+        bits = values.view(_BITS[values.dtype.itemsize])
+        table = _table(self, scale)
+        found = table.results.take(bits, mode="wrap")
+        if table.faulty:
+            faults = table.faults.take(bits, mode="wrap")
+            counts.rounded += int(np.count_nonzero(faults == _ROUNDED))
+            counts.overflowed += int(np.count_nonzero(faults == _OVERFLOWED))
+        return np.asarray(found)
 
     def shifted(self, values: Array, scale: Scale, counts: Counts) -> Array:
         """A power of two times float32 or float64: one multiplication, exact unless undoing it shows otherwise."""
         factor = float(scale)
         product = values * values.dtype.type(factor)
-        lost = (product * values.dtype.type(1 / factor) != values) & np.isfinite(values)
+        lost = product * values.dtype.type(1 / factor) != values
         if lost.any():
+            lost &= np.isfinite(values)
             overflowed = int(np.count_nonzero(lost & ~np.isfinite(product)))
             counts.overflowed += overflowed
             counts.rounded += int(np.count_nonzero(lost)) - overflowed
         return np.asarray(product)
 
     def product(self, values: Array, scale: Scale) -> Array:
-        """The product in float32 where that is exact, else in float64."""
-        small = self.source.bits < 32 or scale.is_one
-        if small and scale.is_power_of_two and not self.offset and self.target.bits <= 32 and self.source.bits <= 32:
-            return np.asarray(values.astype(np.float32) * np.float32(float(scale)))
+        """The product in float64, which holds it exactly for a power of two."""
         factor = float(scale)
         return np.asarray(values.astype(np.float64) * factor + (factor - 1.0) * self.offset)
 
-    def count(self, values: Array, exact: Array, rounded: Array, scale: Scale, counts: Counts) -> None:
-        """Adds how many finite values became infinite, and how many others are not exactly the product."""
-        back = rounded.astype(np.float64)
-        finite = np.isfinite(values.astype(np.float64))
-        overflowed = finite & ~np.isfinite(back)
+    def faults(self, values: Array, exact: Array, rounded: Array, scale: Scale) -> tuple[Array, Array]:
+        """Where a finite value's result is not the true product, and where it became infinite."""
+        finite = np.isfinite(values)
+        overflowed = finite & ~np.isfinite(rounded)
         fraction = scale.fraction
         if scale.is_power_of_two or self.offset:
-            changed = back != exact
+            changed = rounded.astype(np.float64) != exact
         elif fraction is None:
             changed = values != 0
         else:
             # float64 holds a float32 times a small number exactly; for float64 itself, more bits where the machine has them.
             wide: Any = np.float64 if self.source.bits <= 32 else np.longdouble
-            changed = values.astype(wide) * wide(fraction.numerator) != back.astype(wide) * wide(fraction.denominator)
-        counts.overflowed += int(np.count_nonzero(overflowed))
-        counts.rounded += int(np.count_nonzero(changed & finite & ~overflowed))
+            changed = values.astype(wide) * wide(fraction.numerator) != rounded.astype(wide) * wide(
+                fraction.denominator
+            )
+        return np.asarray(changed & finite & ~overflowed), np.asarray(overflowed)
+
+
+_ROUNDED, _OVERFLOWED = 1, 2
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The results for every bit pattern of a small type, and which of them are rounded or overflow."""
+
+    results: Array
+    faults: Array
+    faulty: bool
+
+
+@lru_cache(maxsize=64)
+def _table(cast: Cast, scale: Scale) -> _Table:
+    size = _array_type(cast.source).itemsize
+    values = np.arange(1 << (8 * size), dtype=_BITS[size]).view(_array_type(cast.source))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        exact = cast.product(values, scale)
+        rounded = rounded_once(exact, _array_type(cast.target))
+        changed, overflowed = cast.faults(values, exact, rounded, scale)
+    faults = (changed * _ROUNDED + overflowed * _OVERFLOWED).astype(np.uint8)
+    return _Table(rounded.view(_BITS[rounded.dtype.itemsize]), faults, bool(faults.any()))
 
 
 def _array_type(dtype: DType) -> np.dtype[Any]:
@@ -103,12 +140,12 @@ def _array_type(dtype: DType) -> np.dtype[Any]:
 
 
 def rounded_once(exact: Array, target: np.dtype[Any]) -> Array:
-    """`exact` (float32 or float64) rounded to nearest even in the target type.
+    """`exact` (float64) rounded to nearest even in the target type.
 
     ml_dtypes goes from float64 to its small types by way of float32, which would round twice; rounding to odd on the
     way keeps the sticky bit, so that the second rounding decides as one would (Boldo and Melquiond, 2008).
     """
-    if exact.dtype == np.float32 or target.kind == "f":
+    if target.kind == "f":
         return exact.astype(target)
     nearest = exact.astype(np.float32)
     bits = nearest.view(np.int32)
