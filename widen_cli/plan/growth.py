@@ -55,16 +55,27 @@ def axis_growth(
     wanted = {axis: factor for axis in growth.width if factor} | dict(asked)
     hidden = growth.width[0]
     if factor:
-        attention = growth.heads if by_heads else (growth.head_dim,) if growth.head_dim else ()
-        computed = {axis for axis in attention if axis and architecture.axes[axis].computed}
-        if not any(axis in asked for axis in (*growth.heads, growth.head_dim)):
-            wanted |= {axis: factor for axis in attention if axis and axis not in computed}
+        wanted = dict.fromkeys(_attention(architecture, asked, by_heads), factor) | wanted
     for completion in _completions(architecture, wanted, asked, by_heads, hidden):
         factors = _all_factors(architecture, completion)
         if factors is not None and all(factors[axis] == number for axis, number in asked.items()):
             _check_positions(factors, positions)
             return AxisGrowth(factors, _notes(factors, wanted))
     raise WidenError(_impossible(architecture, wanted))
+
+
+def _attention(architecture: ArchitectureMap, asked: Mapping[str, int], by_heads: bool) -> tuple[str, ...]:
+    """The axes by which attention follows a factor, unless the other way was asked for; a computed one follows by itself."""
+    growth = architecture.growth
+    if by_heads:
+        return () if growth.head_dim in asked else growth.heads
+    if (
+        growth.head_dim is None
+        or architecture.axes[growth.head_dim].computed
+        or any(axis in asked for axis in growth.heads)
+    ):
+        return ()
+    return (growth.head_dim,)
 
 
 def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, int]) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from widen_cli.config import MISSING, ModelConfig
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, did_you_mean, printable
-from widen_cli.formulas import Lookup, UnknownValueError, holds
+from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
 from widen_cli.maps import ArchitectureMap, TensorRule, Tie, name_pattern
 
 
@@ -29,12 +28,12 @@ class StoredHeader(Protocol):
 
 @dataclass(frozen=True)
 class Matched:
-    """A stored tensor, the rule it follows and what the pattern's wildcards stood for."""
+    """A stored tensor, the rule it follows, what the pattern's wildcards stood for, and where in the name axes are counted."""
 
     tensor: StoredHeader
     rule: TensorRule
     wildcards: tuple[str, ...]
-    numbers: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -85,6 +84,28 @@ def match_tensors(architecture: ArchitectureMap, tensors: Sequence[StoredHeader]
     return max(candidates, key=lambda match: len(match.matched))
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """Decides the conditions of a map's rules: config values, and which tensors the checkpoint stores."""
+
+    lookup: Lookup
+    names: frozenset[str]
+    match: Match
+
+    def hold(self, formula: Formula | None, unknown: bool) -> bool:
+        """Whether a condition holds, an absent one does; `unknown` is the answer where a config value is not known."""
+        return formula is None or holds(
+            formula, self.lookup, unknown, lambda name: self.match.written(name) in self.names
+        )
+
+
+def _conditions(
+    architecture: ArchitectureMap, tensors: Iterable[StoredHeader], config: ModelConfig, match: Match
+) -> Conditions:
+    names = frozenset(_canonical(tensor.name, architecture.synonyms) for tensor in tensors)
+    return Conditions(config_lookup(architecture, config), names, match)
+
+
 def _matched_under(
     architecture: ArchitectureMap,
     tensors: Sequence[StoredHeader],
@@ -92,31 +113,31 @@ def _matched_under(
     spelling: tuple[tuple[str, str], ...],
 ) -> Match:
     match = Match(spelling=spelling)
-    names = {_canonical(tensor.name, architecture.synonyms) for tensor in tensors}
-    lookup = config_lookup(architecture, config)
-
-    def condition(rule: TensorRule) -> bool:
-        return rule.condition is None or holds_with_names(rule.condition, lookup, names, match, unknown=False)
-
-    rules = [(name_pattern(match.written(rule.pattern)), rule) for rule in architecture.tensors if condition(rule)]
+    conditions = _conditions(architecture, tensors, config, match)
+    rules = [
+        (name_pattern(match.written(rule.pattern)), rule)
+        for rule in architecture.tensors
+        if conditions.hold(rule.condition, unknown=False)
+    ]
     drops = [name_pattern(match.written(pattern)) for pattern in architecture.drop]
     for tensor in tensors:
         name = _canonical(tensor.name, architecture.synonyms)
         if any(drop.fullmatch(name) for drop in drops):
             match.dropped.append(tensor)
-        elif found := _first_match(rules, name):
-            rule, hit = found
-            numbers = {axis: int(number) for axis, number in hit.groupdict().items()}
-            wildcards = tuple(group for group in hit.groups() if group not in hit.groupdict().values())
-            match.matched.append(Matched(tensor, rule, wildcards, numbers))
+        elif found := next(((rule, hit) for pattern, rule in rules if (hit := pattern.fullmatch(name))), None):
+            match.matched.append(_matched(tensor, *found))
         elif tensor.dtype.kind == "integer" or not tensor.shape or 0 in tensor.shape:
             match.carried.append(tensor)
         else:
             match.strangers.append(tensor)
-    match.ties = tuple(
-        tie for tie in architecture.tied if holds_with_names(tie.when, lookup, names, match, unknown=True)
-    )
+    match.ties = tuple(tie for tie in architecture.tied if conditions.hold(tie.when, unknown=True))
     return match
+
+
+def _matched(tensor: StoredHeader, rule: TensorRule, hit: re.Match[str]) -> Matched:
+    named = hit.re.groupindex.values()
+    wildcards = tuple(group for number, group in enumerate(hit.groups(), start=1) if number not in named)
+    return Matched(tensor, rule, wildcards, {axis: hit.span(axis) for axis in hit.re.groupindex})
 
 
 def _canonical(name: str, synonyms: dict[str, str]) -> str:
@@ -126,40 +147,24 @@ def _canonical(name: str, synonyms: dict[str, str]) -> str:
     return name
 
 
-def _first_match(rules: list[tuple[re.Pattern[str], TensorRule]], name: str) -> tuple[TensorRule, re.Match[str]] | None:
-    for pattern, rule in rules:
-        if hit := pattern.fullmatch(name):
-            return rule, hit
-    return None
-
-
-def holds_with_names(formula: Any, lookup: Lookup, names: set[str], match: Match, unknown: bool) -> bool:
-    """A condition in which `has("tensor")` asks whether the checkpoint stores it."""
-    return holds(formula, lookup, unknown, has=lambda name: match.written(name) in names)
-
-
 def missing_tensors(architecture: ArchitectureMap, match: Match, config: ModelConfig) -> list[str]:
     """The names of tensors that the map asks for and the checkpoint lacks.
 
     How many layers there are says the config, or without one the highest number found.
     """
-    lookup = config_lookup(architecture, config)
-    names = {_canonical(item.tensor.name, architecture.synonyms) for item in match.matched}
+    conditions = _conditions(architecture, (item.tensor for item in match.matched), config, match)
     tied = {tie.tensor for tie in match.ties}
     found: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for item in match.matched:
         found[item.rule.pattern].add(item.wildcards)
-    counts = _layer_counts(architecture, match, lookup)
+    counts = _layer_counts(architecture, match, conditions.lookup)
     missing: list[str] = []
     for rule in architecture.tensors:
-        if rule.condition is not None and not holds_with_names(rule.condition, lookup, names, match, unknown=False):
+        if rule.need == "any" or "{" in rule.pattern or not conditions.hold(rule.condition, unknown=False):
             continue
-        needed = rule.need == "each" and rule.pattern not in tied
-        if rule.when is not None:
-            needed = needed and holds_with_names(rule.when, lookup, names, match, unknown=False)
-        if rule.need == "any" or "{" in rule.pattern or not (needed or found[rule.pattern]):
-            continue
-        missing += _absent(rule, match, found[rule.pattern], counts)
+        needed = rule.need == "each" and rule.pattern not in tied and conditions.hold(rule.when, unknown=False)
+        if needed or found[rule.pattern]:
+            missing += _absent(rule, match, found[rule.pattern], counts)
     return missing
 
 
@@ -232,11 +237,3 @@ def common_prefix(architecture: ArchitectureMap, tensors: Sequence[StoredHeader]
         ):
             return prefix
     return None
-
-
-def weight_count(items: Iterable[StoredHeader]) -> int:
-    """How many elements the tensors hold together."""
-    return sum(math.prod(item.shape) for item in items)
-
-
-Condition = Callable[[TensorRule], bool]

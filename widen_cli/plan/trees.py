@@ -48,15 +48,10 @@ class TreeBuilder:
     def names(self, item: Matched) -> tuple[str, ...]:
         """The names written: one, or one for each copy of a head that is numbered in the name."""
         names = [item.tensor.name]
-        for axis, number in item.numbers.items():
-            copies = range(number * self.factors[axis], (number + 1) * self.factors[axis])
-            before, after = item.rule.pattern.split("{" + axis + "}")
-            tail = after.count(".")
-            parts = (
-                item.tensor.name.rsplit(str(number), 1) if not tail else _split_number(item.tensor.name, number, after)
-            )
-            names = [f"{parts[0]}{copy}{parts[1]}" for copy in copies]
-            del before
+        for axis, (start, stop) in item.numbers.items():
+            factor, name = self.factors[axis], item.tensor.name
+            first = int(name[start:stop]) * factor
+            names = [f"{name[:start]}{first + copy}{name[stop:]}" for copy in range(factor)]
         return tuple(names)
 
     def factor(self, name: str) -> int:
@@ -160,8 +155,3 @@ def _unscaled(tree: Growth) -> Growth:
     if isinstance(tree, Laid):
         return Laid(tuple(_unscaled(part) for part in tree.parts))
     return replace(tree, scale=ONE, inner=_unscaled(tree.inner) if tree.inner else None)
-
-
-def _split_number(name: str, number: int, after: str) -> tuple[str, str]:
-    tail = name[len(name) - len(after) :]
-    return name[: len(name) - len(after) - len(str(number))], tail

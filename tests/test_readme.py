@@ -1,0 +1,83 @@
+"""Every command of the README runs, and says what the README says it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    scripts = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_readme_holds_the_two_commands_first() -> None:
+    assert len(BLOCKS) == 3
+    assert README.index(BLOCKS[1]) < README.index("## Use")
+
+
+def test_first_command_installs_and_runs_the_demo(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", "*.egg-info", ".*_cache", "__pycache__"))
+    done = shell(BLOCKS[0], checkout)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("the wide model computes the same function")
+
+
+def test_second_command_is_what_ci_runs() -> None:
+    assert BLOCKS[1].strip() in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_usage_block(tmp_path: Path) -> None:
+    done = shell(BLOCKS[2], tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"demo/doubled/model.safetensors", "demo/mixed/config.json", "wide.safetensors", "wide.config.json"} <= written
+    assert {"wide/model.safetensors", "wide/config.json", "piped.safetensors"} <= written
+    assert (tmp_path / "piped.safetensors").read_bytes() == (tmp_path / "wide.safetensors").read_bytes()
+    assert json.loads((tmp_path / "demo/mixed/config.json").read_text())["intermediate_size"] == 240
+
+
+@pytest.mark.parametrize("command", ["widen-ckpt maps", "widen-ckpt maps llama"])
+def test_commands_in_the_text(command: str, tmp_path: Path) -> None:
+    assert f"`{command}`" in README + (ROOT / "docs" / "maps.md").read_text(encoding="utf-8")
+    done = shell(command, tmp_path)
+    assert done.returncode == 0
+    assert "llama" in done.stdout
+
+
+def test_benchmark_runs(tmp_path: Path) -> None:
+    assert "`python benchmarks/widen_vs_copy.py`" in README
+    done = shell(f"python {ROOT}/benchmarks/widen_vs_copy.py --megabytes 4 --rounds 1 --folder {tmp_path}", ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "same bits as the peer" in done.stdout
+
+
+def test_documented_map_is_a_map(tmp_path: Path) -> None:
+    """The map in docs/maps.md loads, so the reference cannot drift from the language."""
+    text = re.search(r"```yaml\n(.*?)```", (ROOT / "docs" / "maps.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert text is not None
+    (tmp_path / "tiny.yaml").write_text(text[1])
+    from widen_cli.maps import load_map
+
+    assert load_map(tmp_path / "tiny.yaml").architecture == "tiny"
+
+
+def test_exit_codes_and_options_are_those_of_the_help(tmp_path: Path) -> None:
+    helped = shell("widen-ckpt --help; widen-ckpt convert --help", tmp_path).stdout
+    for option in set(re.findall(r"`?(--[a-z][a-z-]+)", README)) - {"--megabytes"}:
+        assert option in helped, option
+    for code in ("0", "1", "2", "3", "4", "130", "143", "141"):
+        assert re.search(rf"\b{code}\b", helped)
