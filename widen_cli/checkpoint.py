@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -79,6 +80,10 @@ def open_checkpoint(
                 for text in error.faults:
                     faults.add(text)
         else:
+            if (numbered := re.search(r"-\d{5}-of-(\d{5})\.safetensors$", given)) and int(numbered[1]) > 1:
+                raise WidenError(
+                    f"{printable(given)}: is one of {int(numbered[1])} shards; give the folder they are in"
+                )
             header = read_header(_source(given))
             tensors, metadata = header.tensors, header.metadata
             config_path = config_path or (None if given == "-" else _config_beside(path))

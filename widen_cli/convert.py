@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput, check_o
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
 from widen_cli.plan.growth import parse_grow
 from widen_cli.safetensors_file import StoredTensor, header_bytes
+from widen_cli.sources import HeldSource
 from widen_cli.stream import BLOCK_BYTES, Target, TensorStream
 from widen_cli.transform import Counts
 
@@ -263,6 +264,10 @@ def _write_shard(
     stored = {tensor.name: tensor for tensor in job.checkpoint.tensors}
     for tensor, name, offset in shard.tensors:
         source = stored[tensor.source.name]
+        if source.source.sequential and len(tensor.names) > 1:
+            # A pipe passes once; what is written under several names (per-head vectors) is small enough to hold.
+            held = HeldSource(source.source.name, source.source.read(source.offset, source.nbytes))
+            source = stored[tensor.source.name] = replace(source, source=held, offset=0)
         counted = stream.run(tensor, source, [Target(output, offset)], forward_only)
         if name == tensor.names[0]:
             counts[tensor.source.name] = counted

@@ -125,6 +125,23 @@ class PipeSource:
         pass
 
 
+class HeldSource:
+    """Bytes already read, for what a pipe has to give more than once; offsets count from the piece's start."""
+
+    sequential = False
+
+    def __init__(self, name: str, data: bytes | memoryview) -> None:
+        self.name = name
+        self.size: int | None = len(data)
+        self._data = memoryview(data)
+
+    def read(self, offset: int, nbytes: int) -> bytes | memoryview:
+        return self._data[offset : offset + nbytes]
+
+    def close(self) -> None:
+        self._data.release()
+
+
 def _truncated(name: str, missing: int) -> WidenError:
     return WidenError(f"{name}: truncated: {missing} bytes missing; download or copy it again")
 

@@ -39,7 +39,7 @@ def _tensor_rows(plan: Plan) -> Iterator[list[str]]:
             str(list(tensor.shape)),
             factor_text(tensor),
             dtype_text(tensor),
-            tensor.exactness if tensor.growth is not None else "copied",
+            tensor.exactness,
         )
         rows[key] = rows.get(key, 0) + 1
     for key, number in rows.items():
@@ -48,7 +48,7 @@ def _tensor_rows(plan: Plan) -> Iterator[list[str]]:
 
 def factor_text(tensor: TensorPlan) -> str:
     """The factors on a tensor's values, part by part where they differ."""
-    return "x " + " | ".join(str(scale) for scale in tensor.scales)
+    return "copied" if tensor.growth is None else "x " + " | ".join(str(scale) for scale in tensor.scales)
 
 
 def dtype_text(tensor: TensorPlan) -> str:
