@@ -31,7 +31,7 @@ from widen_cli.errors import WidenError
 
 EXACT = 1e-12
 # A worst of three draws stands for the tail of one more draw: maxima over thousands of outputs hardly vary.
-DRAWS, SAFETY = 3, 4
+DRAWS, SAFETY = 3, 2
 
 MODES = ("auto", "orthogonal", "copy", "sum", "quiet")
 TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -91,6 +91,10 @@ def convert(source: Path | str, target: Path | str, growth: str, **options: Any)
     else:
         options["grow"] = growth
     return run(prepare(Options(input=str(source), output=str(target), **options)), lambda nbytes: None)
+
+
+def asked(growth: dict[str, int]) -> str:
+    return ",".join(f"{axis}={factor}" for axis, factor in growth.items())
 
 
 class Narrow:
@@ -240,13 +244,21 @@ def test_float64_is_exact(
     assert compare(narrow, figures, variant, "F64", report) <= EXACT
 
 
+def has_roots(mode: str, variant: str, dtype: str) -> bool:
+    """Whether doubling everything needs the square root of 2: in the stream, or in q.k where the head size doubles.
+
+    Without being told, only float32 without rotary positions doubles the head size instead of the heads.
+    """
+    return mode == "orthogonal" or (dtype == "F32" and family(variant) in ("bert", "gpt2"))
+
+
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("variant", ["bert", "bert_mlm", "gpt2", "llama_tied", "mistral", "qwen2"])
 def test_narrower_types(
     variant: str, mode: str, dtype: str, narrow: Narrow, figures: dict[str, float], tmp_path: Path
 ) -> None:
-    """Factor 2 rounds nothing unless roots or float16's subnormals come in; the other growths round within the bound."""
+    """Factor 2 rounds nothing unless roots or float16's subnormals come in; other factors round within the bound."""
     for number, growth in enumerate(("factor=2", growths(variant)[2])):
         source, target = narrow.folder(variant, dtype), tmp_path / str(number)
         if refused(variant, mode, growth):
@@ -255,7 +267,7 @@ def test_narrower_types(
         report = convert(source, target, growth, scaling=mode)
         error = compare(narrow, figures, variant, dtype, report)
         assert error <= narrow.bound(variant, dtype, report)
-        if growth == "factor=2" and dtype != "F16" and report.job.plan.mode != "orthogonal":
+        if growth == "factor=2" and dtype != "F16" and not has_roots(report.job.plan.mode, variant, dtype):
             assert report.total.rounded == 0
             assert error <= EXACT
 
@@ -271,6 +283,12 @@ def test_auto_in_half_precision(variant: str, dtype: str, narrow: Narrow, tmp_pa
     rounded = {mode: convert(source, tmp_path / mode, "factor=3", scaling=mode).total.rounded for mode in exact}
     assert chosen.total.rounded == min(rounded.values())
     assert chosen.job.plan.mode == min(rounded, key=lambda mode: rounded[mode])
+
+
+def test_key_heads_that_no_longer_divide_are_refused(narrow: Narrow, tmp_path: Path) -> None:
+    with pytest.raises(WidenError, match="heads % kv_heads == 0"):
+        convert(narrow.folder("llama_mha", "F64"), tmp_path / "wide", "kv_heads=2")
+    assert not (tmp_path / "wide").exists()
 
 
 CASTS = [
@@ -307,7 +325,8 @@ def nearest(exact: np.ndarray, dtype: str) -> np.ndarray:
     if kind.itemsize > 2:
         return exact.astype(kind)
     codes = np.arange(2 ** (8 * kind.itemsize - 1), dtype=f"u{kind.itemsize}")
-    values = codes.view(kind).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        values = codes.view(kind).astype(np.float64)
     values = values[np.isfinite(values)]
     above = np.clip(np.searchsorted(values, np.abs(exact)), 1, len(values) - 1)
     low, high = np.abs(exact) - values[above - 1], values[above] - np.abs(exact)
@@ -321,23 +340,27 @@ def cast_by_hand(source: Path, target: Path, dtype: str) -> Path:
     return reference.write(target, {name: nearest(array, dtype) for name, array in tensors.items()}, config)
 
 
+# Where spaces are free the tool and the reference may choose differently, both rightly: `copy` gives the key all of a
+# larger head size's root, `orthogonal` scales the linear half of a gated FFN. These growths leave no such choice.
 WRITTEN = {
-    "bert": {"hidden": 4, "intermediate": 3, "heads": 2, "head_dim": 2},
-    "gpt2": {"hidden": 2, "intermediate": 3, "heads": 2},
-    "llama_tied": {"hidden": 2, "intermediate": 3, "heads": 2, "kv_heads": 2},
+    ("bert", "copy"): {"hidden": 2, "intermediate": 3, "heads": 2},
+    ("bert", "orthogonal"): {"hidden": 4, "intermediate": 3, "heads": 2, "head_dim": 2},
+    ("gpt2", "copy"): {"hidden": 3, "intermediate": 2, "heads": 3},
+    ("gpt2", "orthogonal"): {"hidden": 2, "intermediate": 3, "head_dim": 2, "heads": 1},
+    ("llama_tied", "copy"): {"hidden": 2, "intermediate": 3, "heads": 4, "kv_heads": 2},
+    ("llama_tied", "orthogonal"): {"hidden": 3, "intermediate": 1, "heads": 2, "kv_heads": 2},
 }
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"])
-@pytest.mark.parametrize("mode", ["orthogonal", "copy"])
-@pytest.mark.parametrize("variant", WRITTEN)
+@pytest.mark.parametrize(("variant", "mode"), WRITTEN)
 def test_written_values_are_rounded_once(variant: str, mode: str, dtype: str, narrow: Narrow, tmp_path: Path) -> None:
     """Every stored value is the independent reference's product, rounded to nearest even, and the roundings are counted."""
     source = cast_by_hand(narrow.folder(variant, "F64"), tmp_path / "narrow", dtype)
-    growth = ",".join(f"{axis}={factor}" for axis, factor in WRITTEN[variant].items())
-    report = convert(source, tmp_path / "wide", growth, scaling=mode)
+    growth = WRITTEN[variant, mode]
+    report = convert(source, tmp_path / "wide", asked(growth), scaling=mode)
     tensors, config = stored(source)
-    wanted, wanted_config = reference.widen(tensors, config, WRITTEN[variant], mode)
+    wanted, wanted_config = reference.widen(tensors, config, growth, mode)
     written, written_config = arrays(tmp_path / "wide" / "model.safetensors"), stored(tmp_path / "wide")[1]
     assert written.keys() == wanted.keys()
     rounded = 0
@@ -356,7 +379,7 @@ def test_written_values_are_rounded_once(variant: str, mode: str, dtype: str, na
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
-@pytest.mark.parametrize("variant", WRITTEN)
+@pytest.mark.parametrize("variant", ["bert", "gpt2", "llama_tied"])
 def test_float8_computes_the_same(
     variant: str, dtype: str, narrow: Narrow, figures: dict[str, float], tmp_path: Path
 ) -> None:
@@ -474,13 +497,19 @@ def test_pipes_give_the_bytes_of_the_file(mode: str, single: Path, tmp_path: Pat
     options = ("--grow", "hidden=2,intermediate=3,heads=2,kv_heads=1", "--scaling", mode)
     convert(single, tmp_path / "big.safetensors", options[1], scaling=mode)
     config = ("--config", str(tmp_path / "small.config.json"), "--config-out", str(tmp_path / "piped.json"))
-    cat = subprocess.Popen(["cat", str(single)], stdout=subprocess.PIPE)
-    piped = subprocess.run(
-        command(*options, *config, "-", "-"), stdin=cat.stdout, capture_output=True, check=False, env=ENVIRONMENT
-    )
-    assert cat.wait() == 0
-    assert piped.returncode == 0, piped.stderr.decode()
-    assert piped.stdout == (tmp_path / "big.safetensors").read_bytes()
+    # The pipe's reading end is left to the tool alone, so that cat ends when the tool does.
+    with subprocess.Popen(["cat", str(single)], stdout=subprocess.PIPE) as cat:
+        tool = subprocess.Popen(
+            command(*options, *config, "-", "-"),
+            stdin=cat.stdout,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
+        cat.stdout.close()
+        piped, messages = tool.communicate()
+    assert (cat.returncode, tool.returncode) == (0, 0), messages.decode()
+    assert piped == (tmp_path / "big.safetensors").read_bytes()
     assert (tmp_path / "piped.json").read_bytes() == (tmp_path / "big.config.json").read_bytes()
 
 
@@ -501,14 +530,13 @@ def test_threads_change_no_byte(mode: str, narrow: Narrow, tmp_path: Path) -> No
     """The embedding and the head are of many blocks, the first repeated along its rows' entries, the other too."""
     tensors, config = stored(narrow.folder("llama", "F32"))
     rng = np.random.default_rng(5)
-    vocab, growth = 60_000, {"hidden": 2, "intermediate": 3, "heads": 2, "kv_heads": 2}
+    vocab, growth = 60_000, {"hidden": 2, "intermediate": 1, "heads": 2, "kv_heads": 2}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = rng.normal(size=(vocab, config["hidden_size"]))
     weights = {name: array.astype(np.float32) for name, array in tensors.items()}
     source = reference.write(tmp_path / "narrow", weights, config | {"vocab_size": vocab})
-    grow = ",".join(f"{axis}={factor}" for axis, factor in growth.items())
     for threads in (1, 4):
-        convert(source, tmp_path / f"{threads}", grow, scaling=mode, threads=threads)
+        convert(source, tmp_path / f"{threads}", asked(growth), scaling=mode, threads=threads)
     one, four = (tmp_path / threads / "model.safetensors" for threads in ("1", "4"))
     assert one.read_bytes() == four.read_bytes()
     wanted, _ = reference.widen(weights, config | {"vocab_size": vocab}, growth, mode)

@@ -7,15 +7,13 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from widen_cli.scales import ONE, ContradictionError, Equations, Scale
 
 HALF = Fraction(1, 2)
-POWERS = st.dictionaries(
-    st.sampled_from([2, 3, 5, 7]), st.fractions(-3, 3, max_denominator=4).filter(bool), max_size=3
-)
+POWERS = st.dictionaries(st.sampled_from([2, 3, 5, 7]), st.fractions(-3, 3, max_denominator=4).filter(bool), max_size=3)
 
 
 def scale_of(powers: dict[int, Fraction]) -> Scale:
@@ -38,6 +36,7 @@ def decimal(scale: Scale) -> Decimal:
         return product
 
 
+@settings(deadline=None)
 @given(SCALES, SCALES, SCALES)
 def test_scales_are_a_group(a: Scale, b: Scale, c: Scale) -> None:
     assert (a * b) * c == a * (b * c)
@@ -54,7 +53,8 @@ def test_a_root_times_itself_is_exact() -> None:
     assert Scale.of(12) ** HALF == Scale.of(2) * Scale.of(3) ** HALF
 
 
-@given(st.fractions(min_value=Fraction(1, 10**6), max_value=10**6))
+@settings(deadline=None)
+@given(st.fractions(min_value=Fraction(1, 1000), max_value=1000, max_denominator=1000))
 def test_a_fraction_is_itself(number: Fraction) -> None:
     scale = Scale.of(number)
     assert scale.fraction == number
@@ -64,10 +64,12 @@ def test_a_fraction_is_itself(number: Fraction) -> None:
     assert scale.is_power_of_two == ((number.numerator == 1 or number.denominator == 1) and bits & (bits - 1) == 0)
 
 
+@settings(deadline=None)
 @given(SCALES)
-def test_float_is_the_number_to_the_last_place_or_two(scale: Scale) -> None:
+def test_float_is_the_number_to_the_last_places(scale: Scale) -> None:
     exact, found = decimal(scale), Decimal(float(scale))
-    assert abs(found - exact) <= 2 * Decimal(math.ulp(float(scale)))
+    square = all(power.denominator in (1, 2, 4) for _, power in scale.powers)
+    assert abs(found - exact) <= (1 if square else 8) * Decimal(math.ulp(float(scale)))
 
 
 def test_square_roots_are_correctly_rounded() -> None:
@@ -76,6 +78,7 @@ def test_square_roots_are_correctly_rounded() -> None:
     assert float(Scale.of(2) ** -HALF) == math.sqrt(0.5)
 
 
+@settings(deadline=None)
 @given(SCALES)
 def test_a_scale_with_a_root_is_no_fraction(scale: Scale) -> None:
     rooted = any(power.denominator > 1 for _, power in scale.powers)
@@ -114,6 +117,7 @@ def test_printed_as_a_person_writes_it(scale: Scale, text: str) -> None:
     assert str(scale) == text
 
 
+@settings(deadline=None)
 @given(SCALES)
 def test_the_printed_scale_is_the_number(scale: Scale) -> None:
     python = str(scale).replace("^", "**").replace("sqrt", "math.sqrt").replace(") ", ")*").replace(" ", "*")
@@ -182,6 +186,7 @@ def _right(row: dict[str, int], truth: dict[str, Scale]) -> Scale:
     return right
 
 
+@settings(deadline=None)
 @given(rows=ROWS, truth=st.fixed_dictionaries(dict.fromkeys(SPACES, SCALES)))
 def test_equations_that_a_solution_satisfies_never_contradict(
     rows: list[dict[str, int]], truth: dict[str, Scale]
@@ -197,6 +202,7 @@ def test_equations_that_a_solution_satisfies_never_contradict(
         assert equations.value(space) == truth[space]
 
 
+@settings(deadline=None)
 @given(rows=ROWS, lie=st.integers(0, 7), truth=st.fixed_dictionaries(dict.fromkeys(SPACES, SCALES)))
 def test_the_equations_named_contradict_each_other_by_themselves(
     rows: list[dict[str, int]], lie: int, truth: dict[str, Scale]
@@ -204,14 +210,18 @@ def test_the_equations_named_contradict_each_other_by_themselves(
     given_rows = [
         (row, _right(row, truth) * (Scale.of(11) if number == lie else ONE)) for number, row in enumerate(rows)
     ]
+    named = contradiction(given_rows)
+    if named:
+        assert lie in named, "without the lie there is nothing wrong"
+        assert contradiction([given_rows[number] for number in named]), "these alone do not contradict"
+
+
+def contradiction(rows: list[tuple[dict[str, int], Scale]]) -> list[int]:
+    """The numbers of the equations that contradict each other, none if all go together."""
     equations = Equations()
     try:
-        for number, (row, right) in enumerate(given_rows):
+        for number, (row, right) in enumerate(rows):
             equations.require(row, right, str(number))
     except ContradictionError as error:
-        named = [given_rows[int(text)] for text in error.equations]
-        assert lie in map(int, error.equations), "without the lie there is nothing wrong"
-        again = Equations()
-        with pytest.raises(ContradictionError):
-            for row, right in named:
-                again.require(row, right, "again")
+        return [int(text) for text in error.equations]
+    return []

@@ -12,7 +12,8 @@ from typing import Any
 from widen_cli.config import ModelConfig, read_config
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.hf_directory import HfDirectory, open_directory
-from widen_cli.maps import ArchitectureMap, catalog_map, load_map, map_for_model_type, map_names
+from widen_cli.map_file import map_names
+from widen_cli.maps import ArchitectureMap, catalog_map, load_map, map_for_model_type
 from widen_cli.plan.match import match_tensors, missing_tensors
 from widen_cli.safetensors_file import StoredTensor, read_header
 from widen_cli.sources import FileSource, PipeSource, Source

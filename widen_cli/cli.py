@@ -19,7 +19,7 @@ from widen_cli.convert import Job, Options, Report, prepare, run
 from widen_cli.demo import demonstration
 from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError, printable
-from widen_cli.maps import map_names, map_text
+from widen_cli.map_file import map_names, map_text
 from widen_cli.outputs import is_stream
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.text import plan_json, plan_text

@@ -57,29 +57,51 @@ class Formula:
         inner = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Name | ast.Attribute) and id(node) not in inner:
-                yield dotted(node), node.col_offset, id(node) in called
+                yield dotted(node), letters(node, self.text), id(node) in called
+
+
+LENGTH_LIMIT = 2000
+EXPONENT_LIMIT = 64
 
 
 def parse_formula(text: str | int | bool) -> Formula:
-    """The formula in `text`. Raises FormulaSyntaxError with the column of the fault."""
+    """The formula in `text`. Raises FormulaSyntaxError with the column of the fault, counted in letters."""
     source = str(text)
+    if len(source) > LENGTH_LIMIT:
+        raise FormulaSyntaxError(f"a formula has at most {LENGTH_LIMIT} letters, this has {len(source)}", 0)
     try:
         tree = ast.parse(source, mode="eval")
-    except (SyntaxError, ValueError, RecursionError) as error:
-        column = (getattr(error, "offset", None) or 1) - 1
-        raise FormulaSyntaxError(f"cannot read the formula '{source}'", min(column, len(source))) from None
-    for node in ast.walk(tree):
-        if not isinstance(node, _ALLOWED):
-            raise FormulaSyntaxError(
-                f"'{ast.unparse(node) or source}' has no meaning in a formula", getattr(node, "col_offset", 0)
-            )
-        if isinstance(node, ast.Call) and (node.keywords or not isinstance(node.func, ast.Name)):
-            raise FormulaSyntaxError(
-                f"a call is a name and plain arguments, not '{ast.unparse(node)}'", node.col_offset
-            )
-        if isinstance(node, ast.Attribute):
-            dotted(node)
+    except SyntaxError as error:
+        raise FormulaSyntaxError(
+            f"cannot read the formula '{source}'", min((error.offset or 1) - 1, len(source))
+        ) from None
+    except (ValueError, RecursionError, MemoryError):
+        raise FormulaSyntaxError(f"cannot read the formula '{source}'", 0) from None
+    try:
+        for node in ast.walk(tree):
+            _check_node(node, source)
+    except RecursionError:
+        raise FormulaSyntaxError(f"the formula '{source}' is nested too deeply", 0) from None
     return Formula(source, tree.body)
+
+
+def _check_node(node: ast.AST, source: str) -> None:
+    allowed = isinstance(node, _ALLOWED)
+    if isinstance(node, ast.Constant):
+        allowed = node.value is None or isinstance(node.value, bool | int | float | str)
+    if not allowed:
+        raise FormulaSyntaxError(f"'{ast.unparse(node) or source}' has no meaning in a formula", letters(node, source))
+    if isinstance(node, ast.Call) and (node.keywords or not isinstance(node.func, ast.Name)):
+        raise FormulaSyntaxError(
+            f"a call is a name and plain arguments, not '{ast.unparse(node)}'", letters(node, source)
+        )
+    if isinstance(node, ast.Attribute):
+        dotted(node)
+
+
+def letters(node: ast.AST, source: str) -> int:
+    """The column of a node in letters; Python counts it in bytes of UTF-8."""
+    return len(source.encode()[: getattr(node, "col_offset", 0)].decode(errors="ignore"))
 
 
 def dotted(node: ast.expr) -> str:
@@ -97,10 +119,14 @@ Lookup = Callable[[str], Any]
 def evaluate(formula: Formula, lookup: Lookup) -> Any:
     """The formula's value; names are asked of `lookup`, which raises UnknownValueError for what it does not know.
 
+    Values that do not fit the formula (null where a number is compared) raise ValueError.
     Division is exact: a quotient that is no whole number raises ValueError with the numbers in it.
     `and` and `or` decide where one side alone decides, so a known value can outvote an unknown one.
     """
-    return _value(formula.tree, lookup)
+    try:
+        return _value(formula.tree, lookup)
+    except (TypeError, ZeroDivisionError, OverflowError) as error:
+        raise ValueError(f"'{formula.text}' does not fit the values it meets ({error})") from None
 
 
 def holds(formula: Formula, lookup: Lookup, unknown: bool, has: Callable[[str], bool]) -> bool:
@@ -196,6 +222,10 @@ def _compare(operator: ast.cmpop, left: Any, right: Any) -> bool:
 
 
 def _arithmetic(node: ast.BinOp, left: Any, right: Any) -> Any:
+    if not all(isinstance(side, int | float) for side in (left, right)):
+        raise TypeError(f"{ast.unparse(node)} is of {left!r} and {right!r}")
+    if isinstance(node.op, ast.Pow) and abs(right) > EXPONENT_LIMIT:
+        raise ValueError(f"{ast.unparse(node)} has an exponent above {EXPONENT_LIMIT}")
     match node.op:
         case ast.Add():
             return left + right

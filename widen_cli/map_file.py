@@ -1,4 +1,4 @@
-"""Reads a map's YAML into plain data that still knows the line and column of every key and value."""
+"""Where the maps are, and their YAML as plain data that still knows the line and column of every key and value."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import yaml
 
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, did_you_mean, printable
 
 _Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PLAIN_FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 Keys = tuple[str | int, ...]
+VALUES_LIMIT = 100_000  # aliases of aliases grow without bound; a real map has some hundred values
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ def parse_map_data(text: str, shown: str) -> MapData:
     if not isinstance(node, yaml.MappingNode):
         raise WidenError(f"{shown}:1:1: a map is a YAML mapping of sections; see `widen-ckpt maps llama` for one")
     data = MapData({})
-    data.value = _Builder(shown, data).build(node, ())
+    try:
+        data.value = _Builder(shown, data).build(node, ())
+    except RecursionError:
+        raise WidenError(f"{shown}: the YAML is nested too deeply") from None
     return data
 
 
@@ -92,6 +96,7 @@ class _Builder:
         self.data = data
         self.scalars = yaml.constructor.SafeConstructor()
         self.open: set[int] = set()
+        self.built = 0
 
     def at(self, node: yaml.Node) -> Place:
         quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"')
@@ -99,6 +104,11 @@ class _Builder:
 
     def build(self, node: yaml.Node, path: Keys) -> Any:
         self.data.places[path] = self.at(node)
+        self.built += 1
+        if self.built > VALUES_LIMIT:
+            raise WidenError(
+                f"{self.at(node)}: the YAML unfolds to more than {VALUES_LIMIT} values; write out what its aliases mean"
+            )
         if id(node) in self.open:
             raise WidenError(f"{self.at(node)}: an alias may not contain itself")
         self.open.add(id(node))
@@ -136,22 +146,59 @@ class _Builder:
 
 
 def merged(parent: MapData, child: MapData) -> MapData:
-    """The child laid over the parent: sections merge key by key, other values replace, null removes."""
+    """The child laid over the parent: sections merge key by key, other values replace, null removes.
+
+    Raises WidenError for a null that removes nothing.
+    """
     result = MapData({}, dict(parent.places), dict(parent.keys))
     result.places.update(child.places)
     result.keys.update(child.keys)
-    result.value = _overlaid(parent.value, child.value, depth=2)
+    result.value = _overlaid(parent.value, child.value, (), child)
     return result
 
 
-def _overlaid(parent: dict[str, Any], child: dict[str, Any], depth: int) -> dict[str, Any]:
+def _overlaid(parent: dict[str, Any], child: dict[str, Any], path: Keys, data: MapData) -> dict[str, Any]:
     combined = dict(parent)
     for key, value in child.items():
         inherited = combined.get(key)
-        if depth > 1 and isinstance(value, dict) and isinstance(inherited, dict):
-            combined[key] = _overlaid(inherited, value, depth - 1)
-        elif value is None and depth == 1:
-            combined.pop(key, None)
+        if not path and isinstance(value, dict) and isinstance(inherited, dict):
+            combined[key] = _overlaid(inherited, value, (key,), data)
+        elif value is None and (not path or path[0] != "config"):
+            if key not in combined:
+                near = did_you_mean(key, combined)
+                raise WidenError(f"{data.key_place((*path, key))}: there is no '{key}' to remove{near}")
+            del combined[key]
         else:
             combined[key] = value
     return combined
+
+
+def _configs() -> Path:
+    """The folder of maps: inside the package in a wheel, beside it in a checkout."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def map_names() -> list[str]:
+    """The names of the maps that come with the tool, sorted."""
+    return sorted(path.stem for path in _configs().glob("*.yaml"))
+
+
+def catalog_path(name: str) -> Path | None:
+    """The file of a map that comes with the tool, or None."""
+    return _configs() / f"{name}.yaml" if name in map_names() else None
+
+
+def map_text(name: str) -> str:
+    """The YAML text of a map that comes with the tool. Raises WidenError as `known_path` does."""
+    return known_path(name).read_text(encoding="utf-8")
+
+
+def known_path(name: str) -> Path:
+    """The file of a map that comes with the tool. Raises WidenError with a near miss for an unknown name."""
+    path = catalog_path(name)
+    if path is None:
+        raise WidenError(
+            f"map '{name}': there is no such map{did_you_mean(name, map_names())}; `widen-ckpt maps` lists them"
+        )
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -68,7 +69,7 @@ def map_document(data: MapData) -> MapDocument:
     try:
         return MapDocument.model_validate(_spelled_out(data.value))
     except ValidationError as error:
-        raise WidenError(*(_fault(data, fault) for fault in error.errors())) from None
+        raise WidenError(*_faults(data, error.errors())) from None
 
 
 def _spelled_out(value: dict[str, Any]) -> dict[str, Any]:
@@ -88,15 +89,41 @@ def _tensor_rules(rule: Any) -> Any:
     return [{"shape": one} if isinstance(one, str) else one for one in rules]
 
 
-def _fault(data: MapData, fault: Any) -> str:
-    path, kind = tuple(fault["loc"]), fault["type"]
-    place = data.key_place(real_path(data, path))
-    word = str(path[-1]) if path else ""
-    if kind == "extra_forbidden":
-        return f"{place}: unknown key '{word}'{did_you_mean(word, _known_keys(path))}"
-    if kind == "missing":
-        return f"{place}: '{word}' is missing{'' if len(path) == 1 else ' here'}"
-    return f"{place}: {fault['msg'][0].lower()}{fault['msg'][1:]}, in '{'.'.join(str(part) for part in path)}'"
+# What pydantic calls a type, and what a person who writes a map calls it.
+_WORDS = {
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+
+
+def _faults(data: MapData, found: Sequence[Any]) -> list[str]:
+    """One text a fault: the several types that a value might have been are said together."""
+    texts: list[str] = []
+    wanted: dict[Keys, list[str]] = {}
+    for fault in found:
+        path, kind = tuple(fault["loc"]), fault["type"]
+        real = real_path(data, path)
+        if kind in _WORDS:
+            words = wanted.setdefault(real, [])
+            words += [_WORDS[kind]] if _WORDS[kind] not in words else []
+            continue
+        place, word = data.key_place(real), str(path[-1]) if path else ""
+        if kind == "extra_forbidden":
+            texts.append(f"{place}: unknown key '{word}'{did_you_mean(word, _known_keys(path))}")
+        elif kind == "missing":
+            texts.append(f"{place}: '{word}' is missing{'' if len(path) == 1 else ' here'}")
+        else:
+            texts.append(f"{place}: {fault['msg'][0].lower()}{fault['msg'][1:]}, in '{'.'.join(map(str, real))}'")
+    texts += [
+        f"{data.key_place(real)}: '{'.'.join(map(str, real))}' has to be {' or '.join(words)}"
+        for real, words in wanted.items()
+    ]
+    return texts
 
 
 def real_path(data: MapData, path: Keys) -> Keys:

@@ -11,17 +11,26 @@ from typing import Any, TypeVar
 
 from widen_cli.errors import Faults, WidenError, did_you_mean
 from widen_cli.formulas import Formula, FormulaSyntaxError, parse_formula
-from widen_cli.map_file import Keys, MapData, Place, merged, read_map_data
+from widen_cli.map_checks import (
+    CONDITION_FUNCTIONS,
+    FORMULA_FUNCTIONS,
+    SpaceFormula,
+    endless,
+    multiplier_faults,
+    stored_names,
+)
+from widen_cli.map_file import (
+    Keys,
+    MapData,
+    Place,
+    catalog_path,
+    known_path,
+    map_names,
+    merged,
+    read_map_data,
+)
 from widen_cli.map_schema import MapDocument, map_document, real_path
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
-
-# How a function passes a scale on: f(s x) = s**degree f(x). Functions that are not named here are not homogeneous,
-# so their argument has to keep scale 1, which is right for every function.
-HOMOGENEOUS = {"relu": 1, "leaky_relu": 1, "relu2": 2, "relu_squared": 2, "linear": 1, "identity": 1}
-NOT_HOMOGENEOUS = ("softmax", "tanh", "gelu", "silu", "sigmoid", "softplus", "exp")
-POSITIONS = ("rope", "alibi", "sinusoid")
-FORMULA_FUNCTIONS = (*HOMOGENEOUS, *NOT_HOMOGENEOUS, *POSITIONS, "norm", "sqrt")
-CONDITION_FUNCTIONS = ("is_class", "has")
 
 Parsed = TypeVar("Parsed")
 
@@ -107,6 +116,21 @@ class ArchitectureMap:
     drop: tuple[str, ...]
     sidecars: dict[str, dict[str, str]]
 
+    def axis_of(self, name: str) -> Axis | None:
+        """The axis that a space (or an axis of that name) lies on, found through the formulas it comes out of."""
+        seen: set[str] = set()
+        while name not in self.axes:
+            space = self.spaces.get(name)
+            if space is None or name in seen:
+                return None
+            seen.add(name)
+            if space.axis is not None:
+                name = space.axis
+            elif space.formula is not None:
+                inner = [word for word, _, called in space.formula.names() if not called]
+                name = next((word for word in inner if word in self.spaces or word in self.axes), "")
+        return self.axes[name]
+
     def spellings(self) -> Iterator[tuple[tuple[str, str], ...]]:
         """The ways a checkpoint may spell the map's prefixes, as (prefix, written) pairs; the map's own first."""
         yield ()
@@ -161,6 +185,7 @@ class _Compiler:
             spaces = {name: self.space(name, text, document) for name, text in document.spaces.items()}
             tensors = tuple(self.tensor_rules(document))
             self.check_names(document)
+            self.check_circles(spaces)
             return ArchitectureMap(
                 architecture=document.architecture,
                 file=self.shown,
@@ -187,6 +212,9 @@ class _Compiler:
     def fault(self, path: Keys, message: str, column: int = 0) -> None:
         self.faults.add(f"{self.data.place(real_path(self.data, path)).plus(column)}: {message}")
 
+    def key_fault(self, path: Keys, message: str) -> None:
+        self.faults.add(f"{self.data.key_place(path)}: {message}")
+
     def parsed(self, parse: Callable[[str], Parsed], text: str, path: Keys, instead: str) -> Parsed:
         try:
             return parse(text)
@@ -203,6 +231,8 @@ class _Compiler:
             self.fault(
                 ("axes", name), f"axis '{name}' has a 'key' and a 'size'; say 'else' for what an absent key means"
             )
+        if section.size is not None and section.otherwise is not None:
+            self.fault(("axes", name), f"axis '{name}' has a 'size' and an 'else'; an 'else' goes with a 'key'")
         if section.size is None and not keys and not section.fixed:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
         return Axis(name, tuple(keys), size, otherwise, section.fixed)
@@ -214,7 +244,10 @@ class _Compiler:
             return Space(name, text, None, place)
         formula = self.parsed(parse_formula, text, path, "1")
         known = {*document.axes, *document.spaces, *document.config}
-        self.check_formula(formula, path, known, (*FORMULA_FUNCTIONS, *document.config))
+        if self.check_formula(formula, path, known, (*FORMULA_FUNCTIONS, *document.config)):
+            spaces = {*document.spaces, *document.axes}
+            for message, column in SpaceFormula(name, formula, spaces, document.axes).faults():
+                self.fault(path, message, column)
         return Space(name, name if name in document.axes else None, formula, place)
 
     def optional(
@@ -236,28 +269,50 @@ class _Compiler:
             for key in ([axis.key] if isinstance(axis.key, str) else axis.key or [])
         }
         self.check_formula(formula, path, {*document.axes, *document.config, *keys}, functions)
+        patterns = {name.rstrip("?") for name in document.tensors}
+        for name, column in stored_names(formula):
+            if name not in patterns:
+                self.fault(path, f"'{name}' is no tensor of this map{did_you_mean(name, patterns)}", column)
         return formula
 
-    def check_formula(self, formula: Formula, path: Keys, known: Iterable[str], functions: Iterable[str]) -> None:
+    def multiplier(self, text: str | None, path: Keys, document: MapDocument) -> Formula | None:
+        before = len(self.faults.texts)
+        times = self.optional(text, path, document, ("sqrt",))
+        if times is not None and len(self.faults.texts) == before:
+            for message, column in multiplier_faults(times, document.axes):
+                self.fault(path, message, column)
+        return times
+
+    def check_formula(self, formula: Formula, path: Keys, known: Iterable[str], functions: Iterable[str]) -> bool:
+        known_all = True
         for name, column, called in formula.names():
             words = set(functions if called else known)
             if name not in words:
                 what = "function or config key" if called else "axis, space or config key"
                 self.fault(path, f"'{name}' is no {what} of this map{did_you_mean(name, words)}", column)
+                known_all = False
+        return known_all
 
     def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
         for name, sections in document.tensors.items():
             pattern = name.rstrip("?")
             need = {0: "each", 1: "all-or-none", 2: "any"}.get(len(name) - len(pattern))
             if need is None:
-                self.fault(("tensors", name), "a name ends with at most two question marks")
+                self.key_fault(("tensors", name), "a name ends with at most two question marks")
+            if not sections:
+                self.key_fault(("tensors", name), "an empty list of rules; say what the tensor is, or leave it out")
+            for axis in re.findall(r"\{(\w+)\}", pattern):
+                if axis not in document.axes:
+                    self.key_fault(
+                        ("tensors", name), f"'{axis}' is no axis of this map{did_you_mean(axis, document.axes)}"
+                    )
             for number, section in enumerate(sections):
                 path: Keys = ("tensors", name, number)
                 shape = self.parsed(parse_shape, section.shape, (*path, "shape"), "1")
                 self.check_shape(shape, (*path, "shape"), document)
                 condition = self.optional(section.condition, (*path, "if"), document)
                 when = self.optional(section.when, (*path, "when"), document)
-                times = self.optional(section.times, (*path, "times"), document, ("sqrt",))
+                times = self.multiplier(section.times, (*path, "times"), document)
                 place = self.data.key_place(("tensors", name))
                 yield TensorRule(pattern, shape, condition, when, times, section.offset, need or "each", place)
 
@@ -269,8 +324,24 @@ class _Compiler:
                     path, f"'{name.text}' is no axis or space of this map{did_you_mean(name.text, words)}", name.column
                 )
 
+    def check_circles(self, spaces: dict[str, Space]) -> None:
+        inner = {
+            name: {word for word, _, called in space.formula.names() if not called and word in spaces}
+            for name, space in spaces.items()
+            if space.formula is not None
+        }
+        for name, space in spaces.items():
+            if endless(name, inner):
+                self.faults.add(f"{space.place}: space '{name}' comes out of itself by way of others")
+
     def check_names(self, document: MapDocument) -> None:
         growth = document.growth
+        if not growth.width:
+            self.fault(("growth", "width"), "growth needs a width axis, the stream's first")
+        for section, prefixes in (("prefixes", document.prefixes), ("repeats", document.repeats)):
+            for prefix in prefixes:
+                if not any(name.startswith(prefix) for name in document.tensors):
+                    self.key_fault((section, prefix), f"no tensor of this map begins with '{prefix}'")
         uses: list[tuple[Keys, str, Iterable[str]]] = [
             *((("growth", "width", n), axis, document.axes) for n, axis in enumerate(growth.width)),
             *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
@@ -290,40 +361,10 @@ class _Compiler:
                 self.fault(path, f"'{word}' is no {what} of this map{did_you_mean(word, known)}")
 
 
-def _configs() -> Path:
-    """The folder of maps: inside the package in a wheel, beside it in a checkout."""
-    inside = Path(__file__).parent / "configs"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
-
-
-def map_names() -> list[str]:
-    """The names of the maps that come with the tool, sorted."""
-    return sorted(path.stem for path in _configs().glob("*.yaml"))
-
-
-def catalog_path(name: str) -> Path | None:
-    """The file of a map that comes with the tool, or None."""
-    return _configs() / f"{name}.yaml" if name in map_names() else None
-
-
 @cache
 def catalog_map(name: str) -> ArchitectureMap:
     """A map that comes with the tool. Raises WidenError with a near miss for an unknown name."""
-    return load_map(_known_path(name))
-
-
-def map_text(name: str) -> str:
-    """The YAML text of a map that comes with the tool. Raises WidenError as `catalog_map` does."""
-    return _known_path(name).read_text(encoding="utf-8")
-
-
-def _known_path(name: str) -> Path:
-    path = catalog_path(name)
-    if path is None:
-        raise WidenError(
-            f"map '{name}': there is no such map{did_you_mean(name, map_names())}; `widen-ckpt maps` lists them"
-        )
-    return path
+    return load_map(known_path(name))
 
 
 def map_for_model_type(model_type: str) -> ArchitectureMap | None:

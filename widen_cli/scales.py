@@ -72,9 +72,7 @@ class Scale:
     def __str__(self) -> str:
         """As a person writes it: `1`, `3/2`, `1/sqrt(2)`, `1/(2 sqrt(2))`, `2^(-3/4)`."""
         if any(power.denominator > 2 for _, power in self.powers):
-            return " ".join(
-                f"{prime}^{power}" if power.denominator == 1 else f"{prime}^({power})" for prime, power in self.powers
-            )
+            return " ".join(_prime_power(prime, power) for prime, power in self.powers)
         above, below = _radical(p for p in self.powers if p[1] > 0), _radical((p, -e) for p, e in self.powers if e < 0)
         if not below:
             return above or "1"
@@ -97,6 +95,12 @@ def _prime_powers(number: int) -> dict[int, Fraction]:
     if number > 1:
         powers[number] = powers.get(number, Fraction(0)) + 1
     return powers
+
+
+def _prime_power(prime: int, power: Fraction) -> str:
+    if power == 1:
+        return str(prime)
+    return f"{prime}^{power}" if power.denominator == 1 and power > 0 else f"{prime}^({power})"
 
 
 def _radical(powers: Iterable[tuple[int, Fraction]]) -> str:

@@ -106,11 +106,15 @@ def _tokens(text: str) -> list[_Token]:
     return tokens
 
 
+NESTING_LIMIT = 32
+
+
 class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens = _tokens(text)
         self.position = 0
+        self.depth = 0
 
     def peek(self) -> str:
         return self.tokens[self.position].text if self.position < len(self.tokens) else ""
@@ -126,6 +130,9 @@ class _Reader:
 
     def term(self) -> Term:
         if self.peek() == "(":
+            if self.depth == NESTING_LIMIT:
+                raise self.fail(f"more than {NESTING_LIMIT} nested parentheses")
+            self.depth += 1
             self.take()
             parts = [self.product()]
             while self.peek() == "|":
@@ -134,6 +141,7 @@ class _Reader:
             if self.peek() != ")":
                 raise self.fail("expected ')'" if not self.peek() else f"expected ')' before '{self.peek()}'")
             self.take()
+            self.depth -= 1
             return parts[0] if len(parts) == 1 else Parts(tuple(parts))
         if self.position < len(self.tokens) and self.tokens[self.position].kind in ("name", "number"):
             token = self.take()

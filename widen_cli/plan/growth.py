@@ -9,8 +9,8 @@ from fractions import Fraction
 
 from widen_cli.errors import WidenError, did_you_mean
 from widen_cli.formulas import Formula, dotted
-from widen_cli.maps import POSITIONS, ArchitectureMap
-from widen_cli.plan.sizes import axis_of
+from widen_cli.map_checks import POSITIONS
+from widen_cli.maps import ArchitectureMap
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def position_axes(architecture: ArchitectureMap, formulas: Mapping[str, Formula]
         for node in ast.walk(formula.tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in POSITIONS:
                 for argument in node.args:
-                    axis = axis_of(architecture, dotted(argument))
+                    axis = architecture.axis_of(dotted(argument))
                     if axis is not None:
                         found.setdefault(node.func.id, set()).update(_roots(architecture, axis.name))
     return found

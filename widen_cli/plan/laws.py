@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from widen_cli.formulas import Formula, dotted
-from widen_cli.maps import HOMOGENEOUS, POSITIONS, ArchitectureMap
+from widen_cli.map_checks import HOMOGENEOUS, POSITIONS
+from widen_cli.maps import ArchitectureMap
 from widen_cli.scales import ONE, Scale
 
 
@@ -129,6 +130,10 @@ class FormulaReader:
                 return self.power(node.left, formula) * self.power(node.right, formula)
             case ast.BinOp(op=ast.Div()):
                 return self.power(node.left, formula) * self.power(node.right, formula) ** -1
+            case ast.BinOp(op=ast.Pow(), right=ast.Constant(value=int(exponent))):
+                return self.power(node.left, formula) ** exponent
+            case ast.UnaryOp(operand=inner):
+                return self.power(inner, formula)
             case ast.BinOp(op=ast.MatMult()):
                 return self.contraction(node, formula)
             case ast.BinOp(op=ast.Add() | ast.Sub()):

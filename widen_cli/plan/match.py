@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from widen_cli.config import MISSING, ModelConfig
 from widen_cli.dtypes import DType
-from widen_cli.errors import Faults, did_you_mean, printable
+from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
 from widen_cli.maps import ArchitectureMap, TensorRule, Tie, name_pattern
 
@@ -28,11 +27,10 @@ class StoredHeader(Protocol):
 
 @dataclass(frozen=True)
 class Matched:
-    """A stored tensor, the rule it follows, what the pattern's wildcards stood for, and where in the name axes are counted."""
+    """A stored tensor, the rule it follows, and where in its name which axes are counted (start and stop of the number)."""
 
     tensor: StoredHeader
     rule: TensorRule
-    wildcards: tuple[str, ...]
     numbers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -49,6 +47,7 @@ class Match:
     dropped: list[StoredHeader] = field(default_factory=list)
     strangers: list[StoredHeader] = field(default_factory=list)
     spelling: tuple[tuple[str, str], ...] = ()
+    synonyms: dict[str, str] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
 
     def written(self, pattern: str) -> str:
@@ -65,11 +64,14 @@ class Match:
 
 
 def config_lookup(architecture: ArchitectureMap, config: ModelConfig) -> Lookup:
-    """Config values by key: what the config holds, else the map's default. Raises UnknownValueError for the rest."""
+    """Config values by key: what the config holds, else the map's default. Raises UnknownValueError for the rest.
+
+    The defaults say what a key means that a config leaves out; where there is no config they say nothing.
+    """
 
     def lookup(key: str) -> Any:
         value = config.get(key, MISSING)
-        if value is MISSING:
+        if value is MISSING and config.present:
             value = architecture.defaults.get(key, MISSING)
         if value is MISSING:
             raise UnknownValueError(key)
@@ -91,19 +93,23 @@ class Conditions:
     lookup: Lookup
     names: frozenset[str]
     match: Match
+    config: str
 
     def hold(self, formula: Formula | None, unknown: bool) -> bool:
         """Whether a condition holds, an absent one does; `unknown` is the answer where a config value is not known."""
-        return formula is None or holds(
-            formula, self.lookup, unknown, lambda name: self.match.written(name) in self.names
-        )
+        try:
+            return formula is None or holds(
+                formula, self.lookup, unknown, lambda name: self.match.written(name) in self.names
+            )
+        except ValueError as error:
+            raise WidenError(f"{printable(self.config)}: its values do not fit what the map asks: {error}") from None
 
 
 def _conditions(
     architecture: ArchitectureMap, tensors: Iterable[StoredHeader], config: ModelConfig, match: Match
 ) -> Conditions:
     names = frozenset(_canonical(tensor.name, architecture.synonyms) for tensor in tensors)
-    return Conditions(config_lookup(architecture, config), names, match)
+    return Conditions(config_lookup(architecture, config), names, match, config.name)
 
 
 def _matched_under(
@@ -112,7 +118,7 @@ def _matched_under(
     config: ModelConfig,
     spelling: tuple[tuple[str, str], ...],
 ) -> Match:
-    match = Match(spelling=spelling)
+    match = Match(spelling=spelling, synonyms=architecture.synonyms)
     conditions = _conditions(architecture, tensors, config, match)
     rules = [
         (name_pattern(match.written(rule.pattern)), rule)
@@ -130,14 +136,18 @@ def _matched_under(
             match.carried.append(tensor)
         else:
             match.strangers.append(tensor)
-    match.ties = tuple(tie for tie in architecture.tied if conditions.hold(tie.when, unknown=True))
+    # Where nothing says whether a head is tied, one that is stored is not, and one that is missing may be:
+    # taking it as tied costs a bare model nothing but another factor on its last norm.
+    match.ties = tuple(
+        tie
+        for tie in architecture.tied
+        if conditions.hold(tie.when, unknown=match.written(tie.tensor) not in conditions.names)
+    )
     return match
 
 
 def _matched(tensor: StoredHeader, rule: TensorRule, hit: re.Match[str]) -> Matched:
-    named = hit.re.groupindex.values()
-    wildcards = tuple(group for number, group in enumerate(hit.groups(), start=1) if number not in named)
-    return Matched(tensor, rule, wildcards, {axis: hit.span(axis) for axis in hit.re.groupindex})
+    return Matched(tensor, rule, {axis: hit.span(axis) for axis in hit.re.groupindex})
 
 
 def _canonical(name: str, synonyms: dict[str, str]) -> str:
@@ -154,22 +164,29 @@ def missing_tensors(architecture: ArchitectureMap, match: Match, config: ModelCo
     """
     conditions = _conditions(architecture, (item.tensor for item in match.matched), config, match)
     tied = {tie.tensor for tie in match.ties}
-    found: dict[str, set[tuple[str, ...]]] = defaultdict(set)
-    for item in match.matched:
-        found[item.rule.pattern].add(item.wildcards)
-    counts = _layer_counts(architecture, match, conditions.lookup)
+    found = {item.rule.pattern for item in match.matched}
+    counts, heads = _counts(architecture, match, conditions.lookup), _numbered(match)
     missing: list[str] = []
     for rule in architecture.tensors:
-        if rule.need == "any" or "{" in rule.pattern or not conditions.hold(rule.condition, unknown=False):
+        if rule.need == "any" or not conditions.hold(rule.condition, unknown=False):
             continue
         needed = rule.need == "each" and rule.pattern not in tied and conditions.hold(rule.when, unknown=False)
-        if needed or found[rule.pattern]:
-            missing += _absent(rule, match, found[rule.pattern], counts)
+        if needed or rule.pattern in found:
+            missing += _absent(rule, match, counts, heads)
     return missing
 
 
-def _layer_counts(architecture: ArchitectureMap, match: Match, lookup: Lookup) -> dict[str, int]:
-    """How many layers each repeated pattern has."""
+def _numbered(match: Match) -> dict[str, int]:
+    """How many heads are numbered in names, by the highest number stored."""
+    highest: dict[str, int] = {}
+    for item in match.matched:
+        for axis, (start, stop) in item.numbers.items():
+            highest[axis] = max(highest.get(axis, 0), int(item.tensor.name[start:stop]) + 1)
+    return highest
+
+
+def _counts(architecture: ArchitectureMap, match: Match, lookup: Lookup) -> dict[str, int]:
+    """How many there are of each repeated pattern: by the config, else by the highest number stored."""
     counts: dict[str, int] = {}
     for pattern, key in architecture.repeats.items():
         try:
@@ -177,23 +194,23 @@ def _layer_counts(architecture: ArchitectureMap, match: Match, lookup: Lookup) -
         except (UnknownValueError, TypeError, ValueError):
             head = re.compile(name_pattern(match.written(pattern)).pattern + r"(\.|$)")
             hits = [head.match(item.tensor.name) for item in match.matched]
-            numbers = [int(hit.group(1)) for hit in hits if hit and hit.group(1).isdigit()]
-            counts[pattern] = max(numbers, default=-1) + 1
+            last = [hit.groups()[-2] for hit in hits if hit]
+            counts[pattern] = max((int(number) for number in last if number.isdigit()), default=-1) + 1
     return counts
 
 
-def _absent(rule: TensorRule, match: Match, found: set[tuple[str, ...]], counts: dict[str, int]) -> list[str]:
-    stars = rule.pattern.count("*")
-    repeated = next((pattern for pattern in counts if rule.pattern.startswith(pattern)), None)
-    if stars == 0:
-        return [] if found else [match.written(rule.pattern)]
-    if stars > 1 or repeated is None:
-        return []
-    return [
-        match.written(rule.pattern).replace("*", str(number))
-        for number in range(counts[repeated])
-        if (str(number),) not in found
-    ]
+def _absent(rule: TensorRule, match: Match, counts: dict[str, int], heads: dict[str, int]) -> list[str]:
+    """The names that a rule asks for and that are not stored; none where it cannot be known how many there should be."""
+    expected = [match.written(rule.pattern)]
+    stored = {
+        _canonical(item.tensor.name, match.synonyms) for item in match.matched if item.rule.pattern == rule.pattern
+    }
+    for wildcard in re.finditer(r"\*|\{(\w+)\}", rule.pattern):
+        number = heads.get(wildcard[1]) if wildcard[1] else counts.get(rule.pattern[: wildcard.end()])
+        if number is None:
+            return []
+        expected = [name.replace(wildcard[0], str(n), 1) for name in expected for n in range(number)]
+    return [name for name in expected if name not in stored]
 
 
 def report_strangers(faults: Faults, file: str, architecture: ArchitectureMap, match: Match, limit: int = 8) -> None:

@@ -25,7 +25,7 @@ class Sizes:
 
     def axis_of(self, name: str) -> Axis | None:
         """The axis that a name in a shape lies on; None for a structural number."""
-        return axis_of(self.architecture, name)
+        return self.architecture.axis_of(name)
 
     def size(self, name: str) -> int | None:
         """The size that a name in a shape stands for, None where it is not known."""
@@ -60,22 +60,6 @@ class Sizes:
         if name not in self.known:
             raise UnknownValueError(name)
         return self.known[name]
-
-
-def axis_of(architecture: ArchitectureMap, name: str) -> Axis | None:
-    """The axis that a space (or an axis of that name) lies on, found through the formulas it comes out of."""
-    seen: set[str] = set()
-    while name not in architecture.axes:
-        space = architecture.spaces.get(name)
-        if space is None or name in seen:
-            return None
-        seen.add(name)
-        if space.axis is not None:
-            name = space.axis
-        else:
-            inner = [word for word, _, _ in space.formula.names() if space.formula] if space.formula else []
-            name = next((word for word in inner if word in architecture.spaces or word in architecture.axes), "")
-    return architecture.axes[name]
 
 
 def config_key(axis: Axis, config: ModelConfig) -> str | None:
@@ -118,7 +102,7 @@ def _from_formulas(sizes: Sizes, faults: Faults | None = None) -> bool:
             sizes.known[axis.name] = int(sizes.evaluate(formula))
         except UnknownValueError:
             continue
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             if faults is not None:
                 faults.add(f"{printable(sizes.config.name)}: {axis.name}: {error}")
             continue
@@ -176,6 +160,7 @@ def _axes(sizes: Sizes, term: Term) -> list[Axis]:
 
 def _check_shapes(sizes: Sizes, matched: Iterable[Matched], faults: Faults) -> None:
     by_axis: dict[tuple[str, int], list[str]] = defaultdict(list)
+    effects: list[str] = []
     for item in matched:
         tensor, dimensions = item.tensor, item.rule.shape.dimensions
         if len(tensor.shape) != len(dimensions):
@@ -192,13 +177,15 @@ def _check_shapes(sizes: Sizes, matched: Iterable[Matched], faults: Faults) -> N
             if isinstance(dimension.term, Name) and axes:
                 by_axis[(axes[0].name, size)].append(tensor.name)
             else:
-                faults.add(_disagreement(sizes, item, expected, size))
+                effects.append(_disagreement(sizes, item, expected, size))
     for (name, size), names in by_axis.items():
         also = f" and {len(names) - 1} more" if len(names) > 1 else ""
         faults.add(
             f"{sizes.told_by.get(name, name)} says {name} = {sizes.known[name]}, but tensor '{printable(names[0])}'{also} "
             f"has {size}; the config belongs to another model, or the file is damaged"
         )
+    for text in effects:
+        faults.add(text)
 
 
 def _disagreement(sizes: Sizes, item: Matched, expected: int, size: int) -> str:

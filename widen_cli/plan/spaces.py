@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from widen_cli.config import ModelConfig
+from widen_cli.errors import WidenError, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
-from widen_cli.maps import HOMOGENEOUS, NOT_HOMOGENEOUS, ArchitectureMap, TensorRule, Tie
+from widen_cli.map_checks import HOMOGENEOUS, NOT_HOMOGENEOUS
+from widen_cli.maps import ArchitectureMap, TensorRule, Tie
 from widen_cli.plan.laws import FormulaReader, Law, Power, epsilon_laws, width_power
 from widen_cli.plan.match import Match, config_lookup
 from widen_cli.plan.modes import Mode, Roles, solve
-from widen_cli.plan.sizes import axis_of
 from widen_cli.scales import ONE, Scale
 from widen_cli.shapes import Parts, Product, Term
 
@@ -51,6 +52,7 @@ class SpaceScales:
         self.architecture = architecture
         self.match = match
         self.factors = factors
+        self.config = config
         self.lookup = config_lookup(architecture, config)
         self.rules = list({id(item.rule): item.rule for item in match.matched}.values())
         self.ties = [tie for tie in match.ties if self.applies(tie)]
@@ -63,7 +65,7 @@ class SpaceScales:
 
     def factor(self, name: str) -> int:
         """The growth of the axis that a space, an axis or a structural number stands for."""
-        axis = None if name.isdigit() else axis_of(self.architecture, name)
+        axis = None if name.isdigit() else self.architecture.axis_of(name)
         return 1 if axis is None else self.factors[axis.name]
 
     def total_factor(self, path: tuple[str, ...]) -> int:
@@ -75,14 +77,19 @@ class SpaceScales:
     def condition(self, node: ast.expr) -> bool:
         try:
             return bool(evaluate(Formula(ast.unparse(node), node), self.lookup))
-        except UnknownValueError:
-            return True
+        except UnknownValueError as error:
+            return bool(self.architecture.defaults.get(error.name, True))
+        except ValueError as error:
+            raise WidenError(
+                f"{printable(self.config.name)}: its values do not fit what the map asks: {error}"
+            ) from None
 
     def function(self, name: str) -> str:
         """The function a formula calls: itself, or what the config key of that name says."""
         if name in HOMOGENEOUS or name in NOT_HOMOGENEOUS:
             return name
-        return str(self.lookup(name))
+        value = self.config.get(name)
+        return str(value if value is not None else self.architecture.defaults.get(name))
 
     def carriers(self, rule: TensorRule, role: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         for dimension in rule.shape.dimensions:
@@ -120,7 +127,7 @@ class SpaceScales:
         free = [
             name
             for name in present
-            if not name.isdigit() and (axis := axis_of(self.architecture, name)) and not axis.fixed
+            if not name.isdigit() and (axis := self.architecture.axis_of(name)) and not axis.fixed
         ]
         matrices = {
             name for rule in self.rules if len(rule.shape.dimensions) > 1 for name, _ in self.carriers(rule, "out")
@@ -128,7 +135,7 @@ class SpaceScales:
         normed = {name for norm in self.reading.norms for name in norm.power.spaces}
         width = self.architecture.growth.width
         streams = tuple(
-            n for n in free if n in normed & matrices and (axis := axis_of(self.architecture, n)) and axis.name in width
+            n for n in free if n in normed & matrices and (axis := self.architecture.axis_of(n)) and axis.name in width
         )
         read_growth: dict[str, int] = defaultdict(lambda: 1)
         writers_growth: dict[str, int] = defaultdict(lambda: 1)
@@ -171,7 +178,7 @@ class SpaceScales:
         power = Power(known=self.multiplier(rule) ** -1)
         for role, sign in (("out", 1), ("in", -1)):
             for name, path in self.carriers(rule, role):
-                axis = axis_of(self.architecture, name)
+                axis = self.architecture.axis_of(name)
                 if axis is not None and not axis.fixed:
                     power = (
                         power

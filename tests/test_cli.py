@@ -1,0 +1,781 @@
+"""The command as a person or a script meets it: exit codes, streams, signals, files (the rows of shared/cli.tsv)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import widen_cli
+from widen_cli.maps import map_names
+
+COMMAND = [sys.executable, "-m", "widen_cli"]
+ROOT = Path(widen_cli.__file__).parents[1]
+TYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": False,
+}
+
+
+def llama(dtype: str = "BF16", hidden: int = 8) -> dict[str, np.ndarray]:
+    """The tensors of CONFIG, or of its like with another hidden size."""
+    random = np.random.default_rng(0)
+    layer, key = "model.layers.0.", hidden // 2
+    shapes = {
+        "model.embed_tokens.weight": (16, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (16, hidden),
+        f"{layer}input_layernorm.weight": (hidden,),
+        f"{layer}post_attention_layernorm.weight": (hidden,),
+        f"{layer}self_attn.q_proj.weight": (hidden, hidden),
+        f"{layer}self_attn.k_proj.weight": (key, hidden),
+        f"{layer}self_attn.v_proj.weight": (key, hidden),
+        f"{layer}self_attn.o_proj.weight": (hidden, hidden),
+        f"{layer}mlp.gate_proj.weight": (12, hidden),
+        f"{layer}mlp.up_proj.weight": (12, hidden),
+        f"{layer}mlp.down_proj.weight": (hidden, 12),
+    }
+    return {name: random.standard_normal(shape).astype(TYPES[dtype]) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with in.safetensors and config.json, which widens without any rounding."""
+    save_file(llama(), tmp_path / "in.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A Hugging Face directory."""
+    path = tmp_path / "model"
+    path.mkdir()
+    save_file(llama(), path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "TERM", "LC_ALL")}
+    return {**kept, "PYTHONPATH": str(ROOT), **extra}
+
+
+def widen(cwd: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a folder; `env` adds to the environment."""
+    env = environment(**options.pop("env", {}))
+    settings = {"capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL, **options}
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, env=env, **settings)
+
+
+def shell(cwd: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Runs a bash script in which `widen` is the command."""
+    command = " ".join(COMMAND)
+    return subprocess.run(
+        ["bash", "-c", f'set -o pipefail; widen() {{ {command} "$@"; }}; {script}'],
+        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def state(folder: Path) -> dict[str, tuple[str, float]]:
+    """The content and time of every file below a folder, links followed."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): (digest(path), path.stat().st_mtime) for path in found}
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {name: sha for name, (sha, _) in state(folder).items()}
+
+
+@pytest.fixture
+def wide(folder: Path) -> bytes:
+    """The bytes that widening in.safetensors gives."""
+    assert widen(folder, "in.safetensors", "reference.safetensors").returncode == 0
+    data = (folder / "reference.safetensors").read_bytes()
+    for made in ("reference.safetensors", "reference.config.json"):
+        (folder / made).unlink()
+    return data
+
+
+# Help and usage.
+
+
+def test_help(tmp_path: Path) -> None:
+    done = widen(tmp_path, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: widen-ckpt ")
+    codes = done.stdout.partition("Exit codes:")[2].splitlines()
+    assert [line.split()[0] for line in codes if line.strip()] == ["0", "1", "2", "3", "4", "130"]
+
+
+@pytest.mark.parametrize("reader", ["head -1", "true"])
+def test_help_into_a_pipe_that_closes(tmp_path: Path, reader: str) -> None:
+    done = shell(tmp_path, f"widen convert --help | {reader}; echo ${{PIPESTATUS[0]}} >&2")
+    assert "Traceback" not in done.stderr
+    assert done.stderr.split()[-1] in ("0", "141")
+    assert "Exception ignored" not in done.stderr
+
+
+def test_no_arguments(tmp_path: Path) -> None:
+    done = widen(tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Usage: widen-ckpt ")
+    assert len(done.stderr.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--frobnicate", "in.safetensors", "out.safetensors"],
+        ["in.safetensors", "out.safetensors", "--frobnicate"],
+        ["in.safetensors"],
+        ["convert"],
+        ["in.safetensors", "out.safetensors", "--factor", "1"],
+        ["in.safetensors", "out.safetensors", "--factor", "two"],
+        ["in.safetensors", "out.safetensors", "--scaling", "best"],
+        ["in.safetensors", "out.safetensors", "--dtype", "I8"],
+        ["in.safetensors", "-", "--json"],
+    ],
+)
+def test_wrong_usage(folder: Path, arguments: list[str]) -> None:
+    before = state(folder)
+    done = widen(folder, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Usage: widen-ckpt convert ")
+    assert state(folder) == before
+
+
+def test_glob_slip(tmp_path: Path) -> None:
+    """An unquoted pattern names three parts, and the last of them would be taken for the output."""
+    for part in (1, 2, 3):
+        save_file(llama(), tmp_path / f"part-0000{part}-of-00003.safetensors")
+    before = state(tmp_path)
+    done = shell(tmp_path, "widen part-0000*-of-00003.safetensors out.safetensors")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert state(tmp_path) == before
+
+
+def test_version(tmp_path: Path) -> None:
+    done = widen(tmp_path, "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"widen-ckpt, version {widen_cli.__version__}\n", "")
+
+
+def test_maps_are_listed(tmp_path: Path) -> None:
+    done = widen(tmp_path, "maps")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == map_names()
+    assert all(len(line.split()) > 1 for line in done.stdout.splitlines())
+
+
+def test_a_map_is_printed(tmp_path: Path) -> None:
+    done = widen(tmp_path, "maps", "llama")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (ROOT / "configs" / "llama.yaml").read_text()
+
+
+def test_an_unknown_map(tmp_path: Path) -> None:
+    done = widen(tmp_path, "maps", "lama")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "map 'lama': there is no such map (did you mean 'llama'?); `widen-ckpt maps` lists them\n"
+
+
+# What comes out where.
+
+
+def test_a_plain_run(folder: Path) -> None:
+    done = widen(folder, "in.safetensors", "out.safetensors")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == (
+        "out.safetensors: llama, hidden x2, intermediate x2, heads x2, kv_heads x2, copy; "
+        "function-exact and bit-exact; none of 760 stored values was rounded\n"
+    )
+    assert load_file(folder / "out.safetensors")["model.norm.weight"].shape == (16,)
+    with safe_open(folder / "out.safetensors", "np") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    changed = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert json.loads((folder / "out.config.json").read_text()) == CONFIG | changed
+    assert json.loads((folder / "config.json").read_text()) == CONFIG
+
+
+def test_convert_is_the_default_command(folder: Path, wide: bytes) -> None:
+    assert widen(folder, "convert", "in.safetensors", "out.safetensors").returncode == 0
+    assert (folder / "out.safetensors").read_bytes() == wide
+
+
+def test_rounding_is_said(folder: Path) -> None:
+    save_file(llama("F32"), folder / "in.safetensors")
+    done = widen(folder, "in.safetensors", "out.safetensors")
+    assert done.returncode == 0
+    summary = done.stderr.splitlines()[-1]
+    assert summary.startswith("out.safetensors: llama, ")
+    assert "; function-exact; " in summary
+    assert " of 760 stored values were rounded, in " in summary
+
+
+@pytest.mark.parametrize("flag", ["-q", "--quiet", "-qq"])
+def test_quiet(folder: Path, flag: str) -> None:
+    done = widen(folder, flag, "in.safetensors", "out.safetensors")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_quiet_keeps_rounding_until_it_is_said_twice(folder: Path) -> None:
+    save_file(llama("F32"), folder / "in.safetensors")
+    once = widen(folder, "-q", "in.safetensors", "once.safetensors")
+    (warning,) = once.stderr.splitlines()
+    assert warning.startswith("warning: once.safetensors: ")
+    assert "stored values were rounded" in warning
+    twice = widen(folder, "-qq", "in.safetensors", "twice.safetensors")
+    assert (once.returncode, twice.returncode, once.stdout, twice.stdout, twice.stderr) == (0, 0, "", "", "")
+
+
+def test_quiet_does_not_hide_a_refusal(folder: Path) -> None:
+    done = widen(folder, "-qq", "in.safetensors", "in.safetensors", "--force")
+    assert done.returncode == 1
+    assert done.stderr.startswith("in.safetensors: ")
+
+
+def on_terminal(
+    cwd: Path, *arguments: str, stdout: bool = False, env: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """The exit code and what a terminal shows that is the run's stderr (and stdout, if `stdout`)."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], cwd=cwd, env=environment(**(env or {})), stdin=subprocess.DEVNULL,
+        stdout=theirs if stdout else subprocess.PIPE, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):
+        while select.select([ours], [], [], 30)[0] and (data := os.read(ours, 4096)):
+            shown += data
+    os.close(ours)
+    return process.wait(30), shown.decode()
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1", "TERM": "xterm-256color"}, {"TERM": "dumb"}])
+def test_no_colour_on_a_terminal_that_wants_none(folder: Path, env: dict[str, str]) -> None:
+    code, shown = on_terminal(folder, "in.safetensors", "out.safetensors", env=env)
+    assert code == 0
+    assert "\x1b" not in shown
+    assert "function-exact and bit-exact" in shown
+
+
+def test_no_bar_on_a_dumb_terminal(folder: Path) -> None:
+    _, shown = on_terminal(folder, "in.safetensors", "out.safetensors", env={"TERM": "dumb"})
+    assert len(shown.replace("\r\n", "\n").splitlines()) == 1
+    assert "\r" not in shown.replace("\r\n", "\n")
+
+
+def test_no_control_characters_without_a_terminal(folder: Path) -> None:
+    for arguments in (["--help"], ["in.safetensors", "out.safetensors"], ["in.safetensors", "out.safetensors"]):
+        done = widen(folder, *arguments, env={"TERM": "xterm-256color"})
+        assert not {"\x1b", "\r"} & set(done.stdout + done.stderr)
+
+
+def test_json(folder: Path) -> None:
+    done = widen(folder, "in.safetensors", "out.safetensors", "--json", "--grow", "hidden=2,intermediate=3,heads=2")
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert [tensor["source"] for tensor in found["tensors"]] == list(load_file(folder / "in.safetensors"))
+    assert {tensor["source"]: tuple(tensor["new_shape"]) for tensor in found["tensors"]} == {
+        name: array.shape for name, array in load_file(folder / "out.safetensors").items()
+    }
+    assert found["bytes"] == (folder / "out.safetensors").stat().st_size
+    assert sum(counted["values"] for counted in found["values"].values()) == 760
+    assert found["factors"]["intermediate"] == 3
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_json_of_a_dry_run(folder: Path) -> None:
+    done = widen(folder, "in.safetensors", "-", "--json", "--dry-run")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["architecture"], len(found["tensors"])) == (0, "llama", 12)
+    assert "values" not in found
+
+
+# Pipes.
+
+
+def test_standard_output(folder: Path, wide: bytes) -> None:
+    done = widen(folder, "in.safetensors", "-", text=False)
+    assert (done.returncode, done.stdout) == (0, wide)
+    assert done.stderr.decode().startswith("standard output: llama, ")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "in.safetensors"]
+
+
+def test_the_config_of_a_pipe_goes_where_it_is_told(folder: Path) -> None:
+    done = widen(folder, "in.safetensors", "-", "--config-out", "new.json", text=False)
+    assert done.returncode == 0
+    assert json.loads((folder / "new.json").read_text())["hidden_size"] == 16
+
+
+def test_a_terminal_is_no_place_for_a_model(folder: Path) -> None:
+    code, shown = on_terminal(folder, "in.safetensors", "-", stdout=True)
+    assert code == 1
+    assert "terminal" in shown
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_device_of_standard_output(folder: Path, wide: bytes, name: str) -> None:
+    before = os.lstat("/dev/stdout"), os.readlink("/dev/stdout")
+    done = shell(folder, f"widen in.safetensors {name} > o")
+    assert done.returncode == 0
+    assert (folder / "o").read_bytes() == wide
+    assert (os.lstat("/dev/stdout"), os.readlink("/dev/stdout")) == before
+
+
+@pytest.mark.parametrize("out", ["out.safetensors", "-"])
+def test_standard_input(folder: Path, wide: bytes, out: str) -> None:
+    done = shell(folder, f"cat in.safetensors | widen --config config.json - {out} > o")
+    assert done.returncode == 0
+    assert (folder / ("o" if out == "-" else out)).read_bytes() == wide
+
+
+def test_standard_input_that_ends_early(folder: Path) -> None:
+    before = state(folder)
+    done = shell(folder, "head -c 1500 in.safetensors | widen --config config.json - out.safetensors")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("standard input: truncated")
+    assert state(folder) == before
+
+
+def test_a_reader_that_goes_away(folder: Path) -> None:
+    large = {"model.embed_tokens.weight": (200_000, 8), "lm_head.weight": (200_000, 8)}
+    save_file(
+        llama() | {name: np.zeros(shape, TYPES["BF16"]) for name, shape in large.items()}, folder / "in.safetensors"
+    )
+    done = shell(
+        folder, "widen --set vocab_size=200000 in.safetensors - | head -c 100 >/dev/null; exit ${PIPESTATUS[0]}"
+    )
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+
+
+def test_a_fifo_for_output(folder: Path, wide: bytes) -> None:
+    done = shell(folder, "mkfifo p; cat p > o & widen in.safetensors p; code=$?; wait; exit $code")
+    assert done.returncode == 0
+    assert (folder / "o").read_bytes() == wide
+    assert (folder / "p").is_fifo()
+
+
+# Outputs that are there already.
+
+
+def test_an_existing_output_needs_force(folder: Path, wide: bytes) -> None:
+    out = folder / "out.safetensors"
+    out.write_bytes(b"old")
+    done = widen(folder, "in.safetensors", "out.safetensors")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("out.safetensors: ")
+    assert "--force" in done.stderr
+    assert out.read_bytes() == b"old"
+    assert not (folder / "out.config.json").exists()
+    assert widen(folder, "in.safetensors", "out.safetensors", "--force").returncode == 0
+    assert out.read_bytes() == wide
+
+
+def test_an_existing_config_needs_force_too(folder: Path) -> None:
+    (folder / "out.config.json").write_text("old")
+    done = widen(folder, "in.safetensors", "out.safetensors")
+    assert done.returncode == 1
+    assert done.stderr.startswith("out.config.json: ")
+    assert not (folder / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["same", "hard link", "link", "config", "config link"])
+def test_the_input_is_never_the_output(folder: Path, kind: str) -> None:
+    names = {"same": "in.safetensors", "config": "config.json"}
+    out = folder / names.get(kind, "out.safetensors")
+    if kind == "hard link":
+        out.hardlink_to(folder / "in.safetensors")
+    elif "link" in kind:
+        out.symlink_to("in.safetensors" if kind == "link" else "config.json")
+    before = state(folder)
+    done = widen(folder, "in.safetensors", out.name, "--force")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"{out.name}: is the input ")
+    assert state(folder) == before
+
+
+def test_a_directory_is_never_its_own_output(model: Path) -> None:
+    before = state(model)
+    for out in ("model", "model/", f"../{model.parent.name}/model"):
+        done = widen(model.parent, "model", out, "--force")
+        assert done.returncode == 1
+        assert state(model) == before
+
+
+def test_a_full_folder_needs_force(model: Path) -> None:
+    out = model.parent / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    (out / "model-00001-of-00002.safetensors").write_bytes(b"stale")
+    before = state(out)
+    done = widen(model.parent, "model", "out")
+    assert done.returncode == 1
+    assert "--force" in done.stderr
+    assert state(out) == before
+    assert widen(model.parent, "model", "out", "--force").returncode == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "notes.txt",
+        "tokenizer.json",
+    ]
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_does_not_replace_a_folder(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "notes.txt").write_text("mine")
+    before = state(folder)
+    for force in ([], ["--force"]):
+        done = widen(folder, "in.safetensors", "out", *force)
+        assert done.returncode == 1
+        assert done.stderr.startswith("out: ")
+        assert state(folder) == before
+
+
+def test_a_slash_makes_a_folder(folder: Path, wide: bytes) -> None:
+    assert widen(folder, "in.safetensors", "out/").returncode == 0
+    assert (folder / "out" / "model.safetensors").read_bytes() == wide
+    assert json.loads((folder / "out" / "config.json").read_text())["hidden_size"] == 16
+    assert not (folder / "out.config.json").exists()
+
+
+@pytest.mark.parametrize("out", ["nowhere/out.safetensors", "nowhere/out/"])
+def test_a_folder_that_is_not_there(folder: Path, out: str) -> None:
+    done = widen(folder, "in.safetensors", out)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "nowhere" in done.stderr
+    assert not (folder / "nowhere").exists()
+
+
+def test_a_link_stays_a_link(folder: Path, wide: bytes) -> None:
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "real").write_bytes(b"old")
+    (folder / "out.safetensors").symlink_to("elsewhere/real")
+    assert widen(folder, "in.safetensors", "out.safetensors", "--force").returncode == 0
+    assert (folder / "out.safetensors").readlink() == Path("elsewhere/real")
+    assert (folder / "elsewhere" / "real").read_bytes() == wide
+
+
+def test_a_link_into_a_cache_is_refused(folder: Path) -> None:
+    blobs = folder / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "0123abcd").write_bytes(b"shared by all snapshots")
+    (folder / "out.safetensors").symlink_to("models--a--b/blobs/0123abcd")
+    done = widen(folder, "in.safetensors", "out.safetensors", "--force")
+    assert done.returncode == 1
+    assert done.stderr.startswith("out.safetensors: ")
+    assert (blobs / "0123abcd").read_bytes() == b"shared by all snapshots"
+
+
+def test_a_limit_on_file_size(folder: Path) -> None:
+    out = folder / "out.safetensors"
+    out.write_bytes(b"old")
+    before = state(folder)
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))  # noqa: E731 - runs after the fork
+    done = widen(folder, "in.safetensors", "out.safetensors", "--force", preexec_fn=limit)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    needed = int(next(word for word in done.stderr.split() if word.isdigit()))
+    assert needed > 1024
+    assert state(folder) == before
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_the_mode_of_a_new_file_is_the_usual_one(folder: Path, umask: int, mode: int) -> None:
+    assert widen(folder, "in.safetensors", "out.safetensors", umask=umask).returncode == 0
+    for name in ("out.safetensors", "out.config.json"):
+        assert (folder / name).stat().st_mode & 0o777 == mode
+    assert widen(folder, "in.safetensors", "out/", umask=umask).returncode == 0
+    assert {(folder / "out" / name).stat().st_mode & 0o777 for name in ("model.safetensors", "config.json")} == {mode}
+
+
+def test_the_mode_of_a_replaced_file_stays(folder: Path) -> None:
+    out = folder / "out.safetensors"
+    out.write_bytes(b"old")
+    out.chmod(0o640)
+    assert widen(folder, "in.safetensors", "out.safetensors", "--force", umask=0o022).returncode == 0
+    assert out.stat().st_mode & 0o777 == 0o640
+
+
+# Signals. A run that reads a pipe which has stopped flowing is in the middle of its work for as long as wanted.
+
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+
+
+@pytest.fixture
+def stalled(folder: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts runs that have opened their output and wait for the rest of their input."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: str, cwd: Path = folder, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], cwd=cwd, env=environment(**(env or {})),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdin is not None
+        process.stdin.write((folder / "in.safetensors").read_bytes()[:-100])
+        process.stdin.flush()
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.parametrize("out", ["out.safetensors", "out/"])
+def test_a_signal_in_the_middle(
+    folder: Path, stalled: Callable[..., subprocess.Popen[bytes]], number: int, code: int, out: str
+) -> None:
+    if not out.endswith("/"):
+        (folder / out).write_bytes(b"old")
+    before = state(folder)
+    process = stalled("--config", "config.json", "--force", "-", out)
+    wait_for(lambda: len(list(folder.iterdir())) > len(before))
+    process.send_signal(number)
+    since = time.monotonic()
+    assert process.wait(10) == code
+    assert time.monotonic() - since < 2
+    assert process.stderr is not None
+    assert "Traceback" not in (shown := process.stderr.read().decode())
+    assert len(shown.splitlines()) == 1
+    assert state(folder) == before
+    assert {path.name for path in folder.iterdir()} == set(before)
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_a_signal_at_any_moment(folder: Path, number: int, code: int) -> None:
+    """Old and complete are both right; a mixture and leftovers are not. A signal before Python listens counts as well."""
+    size = {"model.embed_tokens.weight": (400_000, 8), "lm_head.weight": (400_000, 8)}
+    save_file(
+        llama() | {name: np.ones(shape, TYPES["BF16"]) for name, shape in size.items()}, folder / "in.safetensors"
+    )
+    arguments = ["--set", "vocab_size=400000", "in.safetensors", "out.safetensors", "--force"]
+    assert widen(folder, *arguments).returncode == 0
+    complete = content(folder)
+    (folder / "out.safetensors").write_bytes(b"old")
+    old = content(folder)
+    for delay in (0.05, 0.3, 0.4, 0.5, 0.6, 0.8):
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        time.sleep(delay)
+        process.send_signal(number)
+        process.communicate(timeout=10)
+        assert process.returncode in (0, code, -number)
+        assert content(folder) in (old, complete)
+        if process.returncode == 0:
+            assert content(folder) == complete
+
+
+# Dry runs, inputs, repeats.
+
+
+def test_a_dry_run_writes_nothing(folder: Path) -> None:
+    before = state(folder)
+    done = widen(folder, "in.safetensors", "out.safetensors", "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert state(folder) == before
+    assert widen(folder, "in.safetensors", "out.safetensors").returncode == 0
+    nbytes = (folder / "out.safetensors").stat().st_size
+    assert done.stdout.splitlines()[-1] == f"{nbytes} bytes in 1 file"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["missing.safetensors", "out.safetensors"],
+        ["in.safetensors", "in.safetensors"],
+        ["in.safetensors", "nowhere/out.safetensors"],
+        ["in.safetensors", "out.safetensors", "--grow", "hiden=2"],
+        ["in.safetensors", "out.safetensors", "--grow", "head_dim=2"],
+        ["in.safetensors", "out.safetensors", "--set", "hidden_size=12"],
+        ["in.safetensors", "out.safetensors", "--set", "nothing"],
+        ["in.safetensors", "out.safetensors", "--set", "rms_norm_eps.x=1"],
+        ["in.safetensors", "out.safetensors", "--map", "lama"],
+        ["in.safetensors", "out.safetensors", "--map", "config.json"],
+        ["in.safetensors", "out.safetensors", "--map", "none.yaml"],
+        ["in.safetensors", "out.safetensors", "--config", "in.safetensors"],
+        ["in.safetensors", "out.safetensors", "--config", "none.json"],
+        ["in.safetensors", "out.safetensors", "--max-shard-size", "5XB"],
+        ["in.safetensors", "out.safetensors", "--strip-prefix", "x."],
+        ["in.safetensors", "out.safetensors", "--config-out", "nowhere/c.json"],
+        ["in.safetensors", "out.safetensors", "--config-out", "out.safetensors"],
+        ["in.safetensors", "out.safetensors", "--config-out", "in.safetensors", "--force"],
+        ["config.json", "out.safetensors"],
+        ["empty", "out"],
+    ],
+)
+def test_refusals_are_the_same_dry_and_optimised(folder: Path, arguments: list[str]) -> None:
+    """--dry-run finds every fault of the real run, and `python -O` removes no check."""
+    (folder / "empty").mkdir()
+    before = state(folder)
+    real = widen(folder, *arguments)
+    assert (real.returncode, real.stdout) == (1, "")
+    assert "Traceback" not in real.stderr
+    assert 1 <= len(real.stderr.splitlines()) <= 20
+    other = widen(folder, *arguments, "--dry-run", env={"PYTHONOPTIMIZE": "1"})
+    assert (other.returncode, other.stdout, other.stderr) == (1, "", real.stderr)
+    assert state(folder) == before
+
+
+def test_inputs_are_left_alone(folder: Path, model: Path) -> None:
+    """Also where they are links, and where the run fails."""
+    blobs = folder / "blobs"
+    blobs.mkdir()
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        shutil.move(model / name, blobs / name)
+        (model / name).symlink_to(f"../blobs/{name}")
+    outputs = ("out.safetensors", "out.config.json", "out")
+    before = state(folder)
+    assert widen(folder, "in.safetensors", "out.safetensors").returncode == 0
+    assert widen(folder, "model", "out").returncode == 0
+    assert widen(folder, "model", "other", "--grow", "head_dim=2").returncode == 1
+    after = {name: found for name, found in state(folder).items() if name.split("/")[0] not in outputs}
+    assert after == before
+    assert (model / "model.safetensors").is_symlink()
+    assert not any(path.is_symlink() for path in (folder / "out").iterdir())
+
+
+def test_two_runs_are_alike(model: Path) -> None:
+    for out, seed in (("one", "1"), ("two", "2")):
+        done = widen(model.parent, "model", out, "--max-shard-size", "1KB", env={"PYTHONHASHSEED": seed})
+        assert done.returncode == 0
+    one, two = content(model.parent / "one"), content(model.parent / "two")
+    assert one == two
+    assert len([name for name in one if name.endswith(".safetensors")]) > 2
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_threads_give_the_same_bytes(folder: Path, wide: bytes, threads: str) -> None:
+    assert widen(folder, "in.safetensors", "out.safetensors", "--threads", threads).returncode == 0
+    assert (folder / "out.safetensors").read_bytes() == wide
+
+
+def test_all_faults_come_first_and_together(model: Path) -> None:
+    tensors = llama()
+    shards = {f"model-0000{number}-of-00003.safetensors": list(tensors)[number - 1 :: 3] for number in (1, 2, 3)}
+    weight_map = {name: shard for shard, names in shards.items() for name in names}
+    first = next(iter(shards))
+    weight_map["strange.weight"] = first
+    save_file(
+        {**{name: tensors[name] for name in shards[first]}, "strange.weight": np.ones((3, 3), np.float32)},
+        model / first,
+    )
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    done = widen(model.parent, "model", "out")
+    assert (done.returncode, done.stdout) == (1, "")
+    for word in (*list(shards)[1:], "strange.weight"):
+        assert word in done.stderr
+    assert not (model.parent / "out").exists()
+
+
+def test_output_and_input_faults_come_together(folder: Path) -> None:
+    save_file(llama() | {"strange.weight": np.ones((3, 3), np.float32)}, folder / "in.safetensors")
+    (folder / "out.safetensors").write_bytes(b"old")
+    done = widen(folder, "in.safetensors", "out.safetensors")
+    assert done.returncode == 1
+    assert "--force" in done.stderr
+    assert "strange.weight" in done.stderr
+
+
+# Names, folders, environment.
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8", "POSIX"])
+def test_names_that_are_no_ascii(tmp_path: Path, locale: str) -> None:
+    env = {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    save_file(llama() | {"modèle.poids": np.ones((2,), np.float32)}, tmp_path / "é模.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"name": "模"}))
+    done = widen(tmp_path, "é模.safetensors", "ö.safetensors", env=env)
+    assert done.returncode == 1
+    assert done.stderr.isascii()
+    assert "mod\\xe8le.poids" in done.stderr
+    assert done.stderr.startswith("\\xe9\\u6a21.safetensors: ") or done.stderr.startswith("\\xe9")
+    save_file(llama(), tmp_path / "é模.safetensors")
+    done = widen(tmp_path, "é模.safetensors", "ö.safetensors", env=env)
+    assert done.returncode == 0
+    assert done.stderr.isascii()
+    assert json.loads((tmp_path / "ö.config.json").read_text())["name"] == "模"
+
+
+def test_a_name_that_is_no_text(folder: Path) -> None:
+    """A file name of any bytes, as Linux allows."""
+    strange = os.fsdecode(b"\xff\xfe.safetensors")
+    (folder / "in.safetensors").rename(folder / strange)
+    done = widen(folder, strange, "out.safetensors")
+    assert done.returncode == 0
+    done = widen(folder, strange, strange, "--force")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_paths_are_relative_to_where_the_run_is(model: Path) -> None:
+    here, there = model.parent / "here", model.parent / "there"
+    here.mkdir()
+    there.mkdir()
+    assert widen(here, "../model/", "../there/out/").returncode == 0
+    assert widen(model.parent, "model", "direct").returncode == 0
+    assert content(there / "out") == content(model.parent / "direct")
+    assert list(here.iterdir()) == []
+
+
+def test_the_temporary_file_lies_beside_the_output(
+    folder: Path, stalled: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    there, spare = folder / "there", folder / "spare"
+    there.mkdir()
+    spare.mkdir()
+    stalled("--config", "config.json", "-", "there/out.safetensors", env={"TMPDIR": str(spare)})
+    wait_for(lambda: list(there.iterdir()))
+    assert all(path.name.startswith(".out.") for path in there.iterdir())
+    assert list(spare.iterdir()) == []
+    assert not (there / "out.safetensors").exists()
