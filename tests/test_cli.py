@@ -89,11 +89,24 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), **extra}
 
 
-def widen(cwd: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a folder; `env` adds to the environment."""
+def start(cwd: Path, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
+    """Starts the command in a folder; `env` adds to the environment."""
     env = environment(**options.pop("env", {}))
-    settings = {"capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL, **options}
-    return subprocess.run([*COMMAND, *arguments], cwd=cwd, env=env, **settings)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*COMMAND, *arguments], cwd=cwd, env=env, **{**pipes, **options})
+
+
+def finish(process: subprocess.Popen[Any]) -> subprocess.CompletedProcess[Any]:
+    try:
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def widen(cwd: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """Runs the command to its end."""
+    return finish(start(cwd, *arguments, **options))
 
 
 def shell(cwd: Path, script: str) -> subprocess.CompletedProcess[str]:
@@ -350,11 +363,11 @@ def test_a_terminal_is_no_place_for_a_model(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
 def test_device_of_standard_output(folder: Path, wide: bytes, name: str) -> None:
-    before = os.lstat("/dev/stdout"), os.readlink("/dev/stdout")
+    before = os.readlink("/dev/stdout")
     done = shell(folder, f"widen in.safetensors {name} > o")
     assert done.returncode == 0
     assert (folder / "o").read_bytes() == wide
-    assert (os.lstat("/dev/stdout"), os.readlink("/dev/stdout")) == before
+    assert os.readlink("/dev/stdout") == before
 
 
 @pytest.mark.parametrize("out", ["out.safetensors", "-"])
@@ -504,12 +517,15 @@ def test_a_link_into_a_cache_is_refused(folder: Path) -> None:
     assert (blobs / "0123abcd").read_bytes() == b"shared by all snapshots"
 
 
+def _only_small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+
+
 def test_a_limit_on_file_size(folder: Path) -> None:
     out = folder / "out.safetensors"
     out.write_bytes(b"old")
     before = state(folder)
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))  # noqa: E731 - runs after the fork
-    done = widen(folder, "in.safetensors", "out.safetensors", "--force", preexec_fn=limit)
+    done = widen(folder, "in.safetensors", "out.safetensors", "--force", preexec_fn=_only_small_files)
     assert (done.returncode, done.stdout) == (1, "")
     assert "Traceback" not in done.stderr
     needed = int(next(word for word in done.stderr.split() if word.isdigit()))
@@ -608,8 +624,9 @@ def test_a_signal_at_any_moment(folder: Path, number: int, code: int) -> None:
         )
         time.sleep(delay)
         process.send_signal(number)
-        process.communicate(timeout=10)
-        assert process.returncode in (0, code, -number)
+        shown = process.communicate(timeout=10)[1].decode()
+        assert process.returncode in (0, code, -number), shown
+        assert "Traceback" not in shown
         assert content(folder) in (old, complete)
         if process.returncode == 0:
             assert content(folder) == complete
@@ -657,11 +674,11 @@ def test_refusals_are_the_same_dry_and_optimised(folder: Path, arguments: list[s
     """--dry-run finds every fault of the real run, and `python -O` removes no check."""
     (folder / "empty").mkdir()
     before = state(folder)
-    real = widen(folder, *arguments)
+    both = start(folder, *arguments), start(folder, *arguments, "--dry-run", env={"PYTHONOPTIMIZE": "1"})
+    real, other = map(finish, both)
     assert (real.returncode, real.stdout) == (1, "")
     assert "Traceback" not in real.stderr
     assert 1 <= len(real.stderr.splitlines()) <= 20
-    other = widen(folder, *arguments, "--dry-run", env={"PYTHONOPTIMIZE": "1"})
     assert (other.returncode, other.stdout, other.stderr) == (1, "", real.stderr)
     assert state(folder) == before
 
@@ -739,7 +756,7 @@ def test_names_that_are_no_ascii(tmp_path: Path, locale: str) -> None:
     assert done.returncode == 1
     assert done.stderr.isascii()
     assert "mod\\xe8le.poids" in done.stderr
-    assert done.stderr.startswith("\\xe9\\u6a21.safetensors: ") or done.stderr.startswith("\\xe9")
+    assert done.stderr.startswith("\\")
     save_file(llama(), tmp_path / "é模.safetensors")
     done = widen(tmp_path, "é模.safetensors", "ö.safetensors", env=env)
     assert done.returncode == 0

@@ -354,9 +354,7 @@ def test_extends_needs_a_map(write: Callable[..., Path]) -> None:
     assert faults(write("extends: lama\n", "child")) == [
         "child.yaml:1:10: there is no map 'lama' to extend (did you mean 'llama'?)"
     ]
-    assert faults(write("extends: [llama]\n" + TINY, "child")) == [
-        "child.yaml:1:1: 'extends' has to be a text"
-    ]
+    assert faults(write("extends: [llama]\n" + TINY, "child")) == ["child.yaml:1:1: 'extends' has to be a text"]
 
 
 def test_extends_may_not_go_in_circles(write: Callable[..., Path]) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from widen_cli import outputs
 from widen_cli.errors import WidenError
-from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput, check_output, check_space, is_stream
+from widen_cli.output_checks import check_output, check_space, is_stream
+from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
 
 ROOT = Path(__file__).parents[1]
 
@@ -230,7 +231,7 @@ def test_file_size_limit_is_known_before(tmp_path: Path) -> None:
 
 def test_file_appears_at_the_end(tmp_path: Path) -> None:
     out = tmp_path / "o"
-    with FileOutput(out, 8) as output:
+    with FileOutput(out, 8, force=True) as output:
         output.write_at(4, b"5678")
         output.write_at(0, memoryview(b"1234"))
         output.write_at(2, b"")
@@ -245,26 +246,26 @@ def test_file_appears_at_the_end(tmp_path: Path) -> None:
 
 def test_relative_target_and_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with FileOutput("o") as output:
+    with FileOutput("o", force=True) as output:
         output.write_at(0, b"x")
     assert names(tmp_path) == ["o"]
 
 
 def test_modes(tmp_path: Path) -> None:
     os.umask(0o077)
-    with FileOutput(tmp_path / "new"):
+    with FileOutput(tmp_path / "new", force=True):
         pass
     assert mode(tmp_path / "new") == 0o600
     os.umask(0o022)
     (tmp_path / "new").chmod(0o640)
-    with FileOutput(tmp_path / "new"):
+    with FileOutput(tmp_path / "new", force=True):
         (hidden,) = [name for name in names(tmp_path) if name.startswith(".")]
         assert mode(tmp_path / hidden) == 0o600, "new bytes may be read by more people than the old ones"
     assert mode(tmp_path / "new") == 0o640
 
 
 def test_buffers_of_any_shape(tmp_path: Path) -> None:
-    with FileOutput(tmp_path / "o") as output:
+    with FileOutput(tmp_path / "o", force=True) as output:
         output.write_at(0, memoryview(b"abcd").cast("H"))
         output.write_at(4, memoryview(b"efghijkl").cast("B", (2, 4)))
     assert (tmp_path / "o").read_bytes() == b"abcdefghijkl"
@@ -273,14 +274,14 @@ def test_buffers_of_any_shape(tmp_path: Path) -> None:
 def test_writing_goes_on_after_a_short_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:3], offset))
-    with FileOutput(tmp_path / "o") as output:
+    with FileOutput(tmp_path / "o", force=True) as output:
         output.write_at(0, b"0123456789")
     assert (tmp_path / "o").read_bytes() == b"0123456789"
 
 
 def test_several_threads(tmp_path: Path) -> None:
     data = os.urandom(1 << 16)
-    with FileOutput(tmp_path / "o") as output, ThreadPoolExecutor(8) as pool:
+    with FileOutput(tmp_path / "o", force=True) as output, ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda at: output.write_at(at, data[at : at + 64]), range(0, len(data), 64)))
     assert (tmp_path / "o").read_bytes() == data
 
@@ -290,7 +291,7 @@ def test_any_exception_leaves_the_old_file(tmp_path: Path, kind: type[BaseExcept
     (tmp_path / "o").write_bytes(b"old")
 
     def work() -> None:
-        with FileOutput(tmp_path / "o") as output:
+        with FileOutput(tmp_path / "o", force=True) as output:
             output.write_at(0, b"new")
             raise kind
 
@@ -309,7 +310,7 @@ def test_failing_commit_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "fsync", fail)
     with (
         pytest.raises(WidenError, match=rf"^{tmp_path}/o: cannot be written: Input/output error$"),
-        FileOutput(tmp_path / "o") as output,
+        FileOutput(tmp_path / "o", force=True) as output,
     ):
         output.write_at(0, b"new")
     assert names(tmp_path) == ["o"]
@@ -320,7 +321,7 @@ def test_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real/file")
     for data in (b"first", b"second"):
-        with FileOutput(tmp_path / "link") as output:
+        with FileOutput(tmp_path / "link", force=True) as output:
             output.write_at(0, data)
             assert names(tmp_path) == ["link", "real"]
         assert (tmp_path / "link").is_symlink()
@@ -331,7 +332,7 @@ def test_link_stays_a_link(tmp_path: Path) -> None:
 def test_other_hard_links_keep_the_old_bytes(tmp_path: Path) -> None:
     (tmp_path / "o").write_bytes(b"old")
     os.link(tmp_path / "o", tmp_path / "other")
-    with FileOutput(tmp_path / "o") as output:
+    with FileOutput(tmp_path / "o", force=True) as output:
         output.write_at(0, b"new")
     assert (tmp_path / "other").read_bytes() == b"old"
 
@@ -343,14 +344,14 @@ def test_leftovers_of_dead_runs_only(tmp_path: Path) -> None:
     named_alike = tmp_path / f".o.widen-{dead_pid()}-0123abcd.tmp.txt"
     for path in (dead, alive, other, named_alike):
         path.touch()
-    with FileOutput(tmp_path / "o"):
+    with FileOutput(tmp_path / "o", force=True):
         pass
     assert names(tmp_path) == sorted(["o", alive.name, other.name, named_alike.name])
 
 
 def test_long_names(tmp_path: Path) -> None:
     name = "é" * 127
-    with FileOutput(tmp_path / name):
+    with FileOutput(tmp_path / name, force=True):
         pass
     assert names(tmp_path) == [name]
 
@@ -359,12 +360,12 @@ def test_full_disk_and_limit_have_the_bytes_needed(tmp_path: Path, monkeypatch: 
     def full(fd: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with file_limit(10), pytest.raises(WidenError) as caught, FileOutput(tmp_path / "o", 50) as output:
+    with file_limit(10), pytest.raises(WidenError) as caught, FileOutput(tmp_path / "o", 50, force=True) as output:
         output.write_at(0, bytes(50))
     text = f"{tmp_path}/o: the file is larger than allowed; 50 bytes needed, see ulimit -f"
     assert str(caught.value) == text
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(WidenError) as caught, FileOutput(tmp_path / "o", 50) as output:
+    with pytest.raises(WidenError) as caught, FileOutput(tmp_path / "o", 50, force=True) as output:
         output.write_at(0, bytes(50))
     assert str(caught.value).startswith(f"{tmp_path}/o: the disk is full; 50 bytes needed, ")
     assert str(caught.value).endswith(" free; free some space")
@@ -373,14 +374,14 @@ def test_full_disk_and_limit_have_the_bytes_needed(tmp_path: Path, monkeypatch: 
 
 def test_missing_folder_at_start(tmp_path: Path) -> None:
     text = f"^{tmp_path}/no/o: cannot be written: No such file or directory$"
-    with pytest.raises(WidenError, match=text), FileOutput(tmp_path / "no" / "o"):
+    with pytest.raises(WidenError, match=text), FileOutput(tmp_path / "no" / "o", force=True):
         pass
 
 
 KILLED = """
 import sys, time
 from widen_cli.outputs import DirectoryOutput, FileOutput
-with FileOutput(sys.argv[1]) as file, DirectoryOutput(sys.argv[2]) as folder:
+with FileOutput(sys.argv[1], force=True) as file, DirectoryOutput(sys.argv[2]) as folder:
     file.write_at(0, b"new")
     with folder.open("a") as part:
         part.write_at(0, b"new")
@@ -398,7 +399,7 @@ def test_killed_run_leaves_no_target_and_the_next_one_cleans_up(tmp_path: Path) 
     process.communicate()
     assert len(names(tmp_path)) == 2
     assert all(f".widen-{process.pid}-" in name for name in names(tmp_path))
-    with FileOutput(tmp_path / "o"), DirectoryOutput(tmp_path / "d"):
+    with FileOutput(tmp_path / "o", force=True), DirectoryOutput(tmp_path / "d"):
         pass
     assert names(tmp_path) == ["d", "o"]
 
@@ -680,3 +681,12 @@ def test_interrupt_by_signal_removes_everything(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert names(tmp_path) == []
+
+
+def test_without_force_a_file_that_came_in_between_stays(tmp_path: Path) -> None:
+    with pytest.raises(WidenError) as caught, FileOutput(tmp_path / "o") as output:
+        output.write_at(0, b"late")
+        (tmp_path / "o").write_bytes(b"early")
+    assert caught.value.faults == (f"{tmp_path / 'o'}: exists; use --force to replace it",)
+    assert (tmp_path / "o").read_bytes() == b"early"
+    assert os.listdir(tmp_path) == ["o"]

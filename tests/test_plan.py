@@ -271,7 +271,7 @@ def test_grow_that_cannot_be_read(text: str, piece: str) -> None:
     with pytest.raises(WidenError) as caught:
         parse_grow(text)
     assert caught.value.faults == (
-        f"--grow {text}: '{piece}' is no axis=factor with a whole factor; write for example hidden=2,intermediate=3",
+        f"--grow {text}: '{piece}' is no axis=factor with a whole factor from 1 to 65536; write for example hidden=2,intermediate=3",
     )
 
 

@@ -24,7 +24,7 @@ FLOATS = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 SMALL = ["F16", "BF16", "F8_E4M3", "F8_E5M2"]
 INTEGERS = ["I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "BOOL"]
 BITS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
-EXACT_SCALES = (ONE, HALF, Scale.of(2), HALF * HALF)
+EXACT_SCALES = (ONE, HALF, Scale.of(2))
 
 
 def array_type(dtype: DType) -> np.dtype:

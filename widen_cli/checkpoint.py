@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +26,21 @@ from widen_cli.sources import FileSource, PipeSource, Source
 class Checkpoint:
     """An opened model: its tensors' headers in the order of their bytes, its config, and what lies beside it.
 
-    `directory` is None for a single file or a pipe; `files` are the inputs that no output may touch.
+    `config` holds what `--set` adds to `found_config`.
+    `directory` is None for a single file or a pipe; `files` are the inputs that no output may touch. `faults` are those of
+    shards that cannot be read; with them the model can be looked at and not widened.
     """
 
     name: str
     tensors: tuple[StoredTensor, ...]
     metadata: dict[str, str]
     config: ModelConfig
+    found_config: ModelConfig
     config_path: Path | None
     directory: HfDirectory | None
     files: tuple[Path, ...]
     warnings: tuple[str, ...]
+    faults: tuple[str, ...] = ()
 
     @property
     def sequential(self) -> bool:
@@ -68,8 +75,8 @@ def open_checkpoint(
         config_path = Path(config_option) if config_option else None
         tensors: tuple[StoredTensor, ...] = ()
         metadata: dict[str, str] = {}
-        if given != "-" and path.is_dir():
-            try:
+        if given != "-" and os.path.isdir(given):
+            with faults.collecting():
                 directory = open_directory(path)
                 tensors, metadata = directory.tensors, directory.metadata
                 config_path = config_path or directory.config_path
@@ -77,11 +84,12 @@ def open_checkpoint(
                     faults.add(
                         f"{printable(given)}: no config.json; fetch it, give --config, or say with --set what the tensors do not tell"
                     )
-            except WidenError as error:
-                for text in error.faults:
-                    faults.add(text)
         else:
-            if (numbered := re.search(r"-\d{5}-of-(\d{5})\.safetensors$", given)) and int(numbered[1]) > 1:
+            if (
+                os.path.exists(given)
+                and (numbered := re.search(r"-\d{5}-of-(\d{5})\.safetensors$", given))
+                and int(numbered[1]) > 1
+            ):
                 raise WidenError(
                     f"{printable(given)}: is one of {int(numbered[1])} shards; give the folder they are in"
                 )
@@ -90,32 +98,33 @@ def open_checkpoint(
             config_path = config_path or (None if given == "-" else _config_beside(path))
         config = ModelConfig({}, "no config", present=False)
         if config_path is not None:
-            try:
+            with faults.collecting():
                 config = read_config(config_path)
-            except WidenError as error:
-                for text in error.faults:
-                    faults.add(text)
     files = tuple([path] if given != "-" else []) + ((config_path,) if config_path else ())
     files += tuple(path / shard for shard in directory.shards) if directory else ()
-    config = config.with_values(settings)
+    found, config = config, config.with_values(settings)
     _refuse_quantised(config)
     name = "standard input" if given == "-" else given
     tensors = _stripped(tensors, strip_prefix, name) if strip_prefix else tensors
-    return Checkpoint(
-        name, tensors, metadata, config, config_path, directory, files, directory.warnings if directory else ()
-    )
+    warnings, unreadable = (directory.warnings, directory.faults) if directory else ((), ())
+    return Checkpoint(name, tensors, metadata, config, found, config_path, directory, files, warnings, unreadable)
 
 
 def _source(given: str) -> Source:
     """A pipe for `-`, a fifo or a shell's <(command), a file for the rest."""
     if given == "-":
+        if sys.stdin is None:
+            raise WidenError("standard input: is closed; send the checkpoint to it, or name a file")
         return PipeSource(sys.stdin.buffer)
-    return PipeSource(open(given, "rb"), given) if Path(given).is_fifo() else FileSource(Path(given))
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.stat(given).st_mode):
+            return PipeSource(open(given, "rb"), given)
+    return FileSource(Path(given))
 
 
 def _config_beside(path: Path) -> Path | None:
     candidates = (path.with_name(f"{path.stem}.config.json"), path.with_name("config.json"))
-    return next((candidate for candidate in candidates if candidate.exists() or candidate.is_symlink()), None)
+    return next((candidate for candidate in candidates if os.path.lexists(candidate)), None)
 
 
 def _stripped(tensors: Sequence[StoredTensor], prefix: str, name: str) -> tuple[StoredTensor, ...]:
@@ -141,6 +150,20 @@ def _refuse_quantised(config: ModelConfig) -> None:
             f"{printable(config.name)}: quantization_config says the weights are packed by {method}; packed codes must not be repeated; "
             "widen the unquantised model and quantise the result"
         )
+
+
+def check_settings(architecture: ArchitectureMap, config: ModelConfig, settings: Mapping[str, Any]) -> None:
+    """Raises WidenError for a `--set` that neither the map nor the config knows, so that a slip is not taken for an answer."""
+    known = {key for axis in architecture.axes.values() for key in axis.keys}
+    known |= {*architecture.defaults, *(key for keys in architecture.repeats.values() for key in keys)}
+    known |= {"architectures", "model_type"}
+    faults = [
+        f"--set {key}: '{architecture.architecture}' has no such config key{did_you_mean(key, known)}; it reads {', '.join(sorted(known))}"
+        for key in settings
+        if key not in known and key not in config.values
+    ]
+    if faults:
+        raise WidenError(*faults)
 
 
 def choose_map(checkpoint: Checkpoint, option: str | None) -> ArchitectureMap:

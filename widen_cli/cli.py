@@ -15,12 +15,15 @@ import click
 from tqdm import tqdm
 
 from widen_cli import __version__
+from widen_cli.config import parse_settings
 from widen_cli.convert import Job, Options, Report, prepare, run
 from widen_cli.demo import demonstration
 from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError, printable
+from widen_cli.hf_directory import parse_size
 from widen_cli.map_file import map_names, map_text
-from widen_cli.outputs import is_stream
+from widen_cli.output_checks import is_stream
+from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.text import plan_json, plan_text
 
@@ -31,7 +34,7 @@ Exit codes:
   2    wrong usage of the command line
   3    a verification found a difference
   4    some of several inputs failed
-  130  interrupted (Ctrl-C), 143 terminated, 141 the reader of a pipe went away"""
+  130  interrupted (Ctrl-C), 143 terminated, 129 hung up, 141 the reader of a pipe went away"""
 
 FAULT_LINES = 18
 P = ParamSpec("P")
@@ -39,6 +42,20 @@ P = ParamSpec("P")
 
 class DefaultCommand(click.Group):
     """A group in which `widen-ckpt IN OUT` means `widen-ckpt convert IN OUT`."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)
+        except BrokenPipeError:
+            _drop_stdout()
+            sys.exit(141)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            _drop_stdout()
+            sys.exit(141)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args:
@@ -56,7 +73,8 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except WidenError as error:
             lines = [line for fault in error.faults for line in fault.splitlines()]
             for line in lines[:FAULT_LINES]:
@@ -65,14 +83,25 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
                 click.echo(f"... and {len(lines) - FAULT_LINES} more", err=True)
             sys.exit(1)
         except BrokenPipeError:
-            # Python flushes stdout at exit; onto the closed pipe that would print a traceback.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_stdout()
             sys.exit(141)
+        except OSError as error:
+            _drop_stdout()
+            click.echo(f"standard output: cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted; nothing was written", err=True)
             sys.exit(130)
+        # What was asked for is done: from here on an interruption must not turn it into a failure.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     return wrapped
+
+
+def _drop_stdout() -> None:
+    """Python flushes stdout at exit; onto a closed pipe or a full disk that would print a traceback."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -89,7 +118,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 def cli() -> None:
     """Make transformer checkpoints wider without changing the function they compute, directly on files.
 
-    `widen-ckpt IN OUT` is short for `widen-ckpt convert IN OUT`.
+    `widen-ckpt IN OUT` is short for `widen-ckpt convert IN OUT`; `widen-ckpt convert --help` lists its options.
     """
 
 
@@ -104,16 +133,31 @@ def _dtype(ctx: click.Context, option: click.Parameter, value: str | None) -> st
     return _TYPES[value.lower()]
 
 
+def _readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """An option whose text is read here, so that what cannot be read is wrong usage and not a refusal of the input."""
+
+    def check(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
+        try:
+            if value is not None:
+                parse(value)
+        except WidenError as error:
+            raise click.UsageError(str(error)) from None
+        return value
+
+    return check
+
+
 @cli.command()
 @click.argument("input", metavar="IN")
-@click.argument("output", metavar="OUT")
+@click.argument("output", metavar="OUT", required=False)
 @click.option(
     "--factor",
-    type=click.IntRange(min=2),
+    type=click.IntRange(min=2, max=FACTOR_LIMIT),
     help="Grow the model's width by this whole number, as its family does by default.  [default: 2]",
 )
 @click.option(
     "--grow",
+    callback=_readable(parse_grow),
     metavar="AXIS=N,...",
     help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay.",
 )
@@ -138,6 +182,7 @@ def _dtype(ctx: click.Context, option: click.Parameter, value: str | None) -> st
 @click.option(
     "--set",
     "settings",
+    callback=_readable(parse_settings),
     metavar="KEY=VALUE",
     multiple=True,
     help="A config value to go by, such as num_attention_heads=12. Repeatable.",
@@ -145,7 +190,12 @@ def _dtype(ctx: click.Context, option: click.Parameter, value: str | None) -> st
 @click.option("--config-out", metavar="FILE", help="Where to write the new config.")
 @click.option("--strip-prefix", metavar="TEXT", help="Take this prefix off the tensor names, such as _orig_mod.")
 @click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest file in an output directory."
+    "--max-shard-size",
+    callback=_readable(parse_size),
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    help="Largest file in an output directory.",
 )
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads that read, widen and write.  [default: the cores, up to 4]"
@@ -159,16 +209,19 @@ def convert(dry_run: bool, as_json: bool, quiet: int, **given: Any) -> None:
     """Widen the checkpoint IN and write it to OUT.
 
     IN is a safetensors file, a Hugging Face directory, or - for standard input. OUT is a file, a directory (always for a
-    directory IN, else with a / at its end), or - for standard output.
+    directory IN, else with a / at its end), or - for standard output. A dry run does without OUT.
     """
     if given["threads"] is None:
         del given["threads"]
-    options = Options(**given)
+    if given["output"] is None:
+        if not dry_run:
+            raise click.UsageError("OUT is missing; a dry run alone does without it")
+        given["output"] = "-" if given["input"] == "-" else given["input"].rstrip("/") + ".wide"
+    options = Options(**given, dry_run=dry_run)
     if as_json and is_stream(options.output) and not dry_run:
         raise click.UsageError("--json prints on stdout, where OUT goes too; name a file for OUT")
     job = prepare(options)
-    warnings = [*job.checkpoint.warnings, *job.plan.warnings]
-    for warning in warnings if quiet < 2 else []:
+    for warning in job.warnings if quiet < 2 else ():
         click.echo(f"warning: {warning}", err=True)
     if dry_run:
         job.checkpoint.close()
@@ -182,7 +235,7 @@ def convert(dry_run: bool, as_json: bool, quiet: int, **given: Any) -> None:
 
 def _run(job: Job, quiet: int) -> Report:
     total = sum(tensor.dtype.nbytes(tensor.shape) * len(tensor.names) for tensor in job.plan.tensors)
-    silent = True if quiet or os.environ.get("TERM") == "dumb" else None
+    silent = True if quiet or sys.stderr is None or os.environ.get("TERM") == "dumb" else None
     with tqdm(total=total, unit="B", unit_scale=True, disable=silent, leave=False, file=sys.stderr) as bar:
 
         def advance(nbytes: int) -> None:
@@ -225,12 +278,9 @@ def _summary(report: Report, quiet: int) -> None:
                 f"warning: ... and {len(overflowed) - 8} more tensors with values that became infinite", err=True
             )
     if quiet == 0:
-        grown = (
-            ", ".join(f"{axis} x{factor}" for axis, factor in plan.factors.items() if factor != 1) or "nothing grows"
-        )
         exactness = "function-exact" + ("" if rounded or overflowed or not plan.exact else " and bit-exact")
         click.echo(
-            f"{_shown_output(report)}: {plan.architecture}, {grown}, {plan.mode}; {exactness}; {_rounding(report)}",
+            f"{_shown_output(report)}: {plan.architecture}, {plan.grown}, {plan.mode}; {exactness}; {_rounding(report)}",
             err=True,
         )
     elif quiet == 1 and total.rounded:
@@ -274,9 +324,12 @@ def demo(folder: str | None) -> None:
 
 
 def main() -> None:
-    """The entry point: exits with the documented codes."""
-    signal.signal(signal.SIGTERM, _terminated)
+    """Runs the command line and exits with the documented codes."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # A run under nohup ignores the hang-up and goes on.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _terminated)
     try:
-        cli.main(prog_name="widen-ckpt", standalone_mode=True)
+        cli.main(prog_name="widen-ckpt")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -44,12 +44,20 @@ class ModelConfig:
             inner = changed
             for part in path:
                 inner = inner.setdefault(part, {})
+                if not isinstance(inner, dict):
+                    raise WidenError(
+                        f"{printable(self.name)}: '{part}' is no object, so there is no '{printable(key)}' in it"
+                    )
             inner[last] = value
         return ModelConfig(changed, self.name, self.present)
 
     def to_bytes(self) -> bytes:
         """The JSON file: two spaces, keys in the order found, `Infinity` and `NaN` as Python and transformers write them."""
-        return (json.dumps(self.values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+        try:
+            return (json.dumps(self.values, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+        except UnicodeEncodeError:
+            # Half of a surrogate pair has no UTF-8; escaped it reads back as what it was.
+            return (json.dumps(self.values, indent=2) + "\n").encode("ascii")
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -74,8 +82,11 @@ def read_json(path: Path, what: str) -> Any:
     except json.JSONDecodeError as error:
         at = f"{shown}:{error.lineno}:{error.colno}"
         raise WidenError(f"{at}: not valid JSON ({error.msg}), so not {what}; fetch the file again") from None
-    except RecursionError:
-        raise WidenError(f"{shown}: nested too deeply to be {what}") from None
+    except (RecursionError, ValueError) as error:
+        # Python reads no integer of more than 4300 digits.
+        deep = isinstance(error, RecursionError)
+        why = f"nested too deeply to be {what}" if deep else f"it holds a number too long to be {what}"
+        raise WidenError(f"{shown}: {why}") from None
 
 
 def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
@@ -89,4 +100,6 @@ def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
             values[key] = json.loads(text)
         except json.JSONDecodeError:
             values[key] = text
+        except (RecursionError, ValueError):
+            raise WidenError(f"--set {printable(key)}: its value is too long or nested too deeply") from None
     return values

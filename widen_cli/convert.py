@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,16 +9,17 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from widen_cli.checkpoint import Checkpoint, choose_map, open_checkpoint
+from widen_cli.checkpoint import Checkpoint, check_settings, choose_map, open_checkpoint
 from widen_cli.config import ModelConfig, parse_settings, read_json
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.hf_directory import index_bytes, parse_size, plan_shards, shard_names
-from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput, check_output, check_space, is_stream
-from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
+from widen_cli.output_checks import check_output, check_space, is_stream
+from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
+from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan
 from widen_cli.plan.growth import parse_grow
 from widen_cli.safetensors_file import StoredTensor, header_bytes
-from widen_cli.sources import HeldSource
+from widen_cli.sources import HashingSource, HeldSource
 from widen_cli.stream import BLOCK_BYTES, Target, TensorStream
 from widen_cli.transform import Counts
 
@@ -44,6 +44,7 @@ class Options:
     strip_prefix: str | None = None
     max_shard_size: str = "5GB"
     force: bool = False
+    dry_run: bool = False
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
 
 
@@ -59,15 +60,21 @@ class Shard:
 
 @dataclass(frozen=True)
 class Job:
-    """A run, resolved: what is read, what is planned, and every file that will be written."""
+    """A run, resolved: what is read, what is planned, and every file that will be written.
+
+    `config_target` is where the config goes if not into the output folder; `companions` are the folder's other files, to
+    be copied or with their new content.
+    """
 
     options: Options
     checkpoint: Checkpoint
     plan: Plan
     shards: tuple[Shard, ...]
     config: ModelConfig
-    config_target: Path | None
+    config_target: str | None
     directory: bool
+    companions: dict[str, Path | bytes]
+    warnings: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
@@ -90,41 +97,100 @@ class Report:
 
 
 def prepare(options: Options) -> Job:
-    """Opens and plans, and checks input, request and output. Raises WidenError with all faults of the run together."""
-    directory = options.output.endswith("/") or (options.input != "-" and Path(options.input).is_dir())
-    request = _request(options)
-    shard_limit = parse_size(options.max_shard_size)
-    with Faults() as faults:
-        inputs = [Path(options.input)] if options.input != "-" else []
-        try:
-            check_output(
-                options.output, inputs + ([Path(options.config)] if options.config else []), options.force, directory
-            )
-        except WidenError as error:
-            for text in error.faults:
-                faults.add(text)
-        checkpoint = open_checkpoint(
-            options.input, options.config, parse_settings(options.settings), options.strip_prefix
-        )
-        plan = make_plan(choose_map(checkpoint, options.map), checkpoint.tensors, checkpoint.config, request)
-        _check_equal(checkpoint, plan)
+    """Opens and plans, and checks input, request and output. Raises WidenError with all faults of the run together.
+
+    What speaks only against the output does not stop a dry run: it becomes a warning.
+    """
+    directory = options.output.endswith("/") or (options.input != "-" and os.path.isdir(options.input))
+    with ExitStack() as refused, Faults() as faults:
+        request, shard_limit = _request(options), parse_size(options.max_shard_size)
+        checkpoint = _opened(options, faults)
+        refused.callback(checkpoint.close)
         config_target = _config_target(options, checkpoint, directory)
-        if config_target is not None and not directory:
-            check_output(str(config_target), checkpoint.files, options.force, False)
+        doubts = Faults() if options.dry_run else faults
+        _check_targets(options, checkpoint, config_target, directory, doubts)
+        architecture = choose_map(checkpoint, options.map)
+        with faults.collecting():
+            check_settings(architecture, checkpoint.found_config, parse_settings(options.settings))
+        if checkpoint.faults:
+            check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name)
+            raise WidenError(*checkpoint.faults)
+        plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
+        _check_equal(checkpoint, plan)
+        companions = _companions(options, checkpoint, plan)
         shards = _shards(plan, checkpoint, shard_limit if directory else None)
-    job = Job(options, checkpoint, plan, shards, _changed_config(checkpoint.config, plan), config_target, directory)
+        with doubts.collecting():
+            _check_space(options, shards)
+        if not faults.texts:
+            refused.pop_all()
+    config = _changed_config(checkpoint.config, plan)
+    warnings = (*checkpoint.warnings, *plan.warnings, *_unsaved(plan, checkpoint, config_target, options, directory))
+    warnings += tuple(doubts.texts) if options.dry_run else ()
+    return Job(options, checkpoint, plan, shards, config, config_target, directory, companions, warnings)
+
+
+def _opened(options: Options, faults: Faults) -> Checkpoint:
+    """The input; where it cannot be opened, the output is looked at all the same, so that all faults come together."""
+    settings = parse_settings(options.settings)
+    try:
+        checkpoint = open_checkpoint(options.input, options.config, settings, options.strip_prefix)
+    except WidenError:
+        known = tuple(Path(path) for path in (options.input, options.config) if path and path != "-")
+        directory = options.output.endswith("/") or os.path.isdir(options.input)
+        if not options.dry_run:
+            with faults.collecting():
+                check_output(options.output, known, options.force, directory)
+        raise
+    for text in checkpoint.faults:
+        faults.add(text)
+    return checkpoint
+
+
+def _check_targets(
+    options: Options, checkpoint: Checkpoint, config_target: str | None, directory: bool, faults: Faults
+) -> None:
+    with faults.collecting():
+        check_output(options.output, checkpoint.files, options.force, directory)
+    if config_target is not None:
+        with faults.collecting():
+            _check_config_target(config_target, checkpoint, options)
+    if directory and options.output.endswith(".safetensors"):
+        faults.add(f"{printable(options.output)}: is a file's name, but a folder is written; choose a folder's name")
+
+
+def _check_space(options: Options, shards: tuple[Shard, ...]) -> None:
     if not is_stream(options.output):
-        check_space(
-            Path(os.path.realpath(options.output.rstrip("/"))).parent, job.nbytes, max(shard.nbytes for shard in shards)
-        )
-    return job
+        folder = Path(os.path.realpath(options.output.rstrip("/"))).parent
+        check_space(folder, sum(shard.nbytes for shard in shards), max(shard.nbytes for shard in shards))
+
+
+def _unsaved(
+    plan: Plan, checkpoint: Checkpoint, config_target: str | None, options: Options, directory: bool
+) -> tuple[str, ...]:
+    """A warning where the changed config goes nowhere."""
+    if directory or config_target is not None or not plan.config or not checkpoint.config.present:
+        return ()
+    changes = ", ".join(f"{change.key} = {change.new}" for change in plan.config)
+    return (
+        f"{printable(checkpoint.name)}: the new config is not written; whatever loads the result needs {changes}; "
+        "--config-out FILE writes it",
+    )
+
+
+def _check_config_target(target: str, checkpoint: Checkpoint, options: Options) -> None:
+    """A config may not go where the weights go, over an input, or over a file that stands without --force."""
+    check_output(target, checkpoint.files, options.force, False)
+    both = ("-" if path == "-" else os.path.realpath(path) for path in (target, options.output))
+    if len(set(both)) == 1:
+        raise WidenError(f"--config-out {printable(target)}: is where the weights go; choose another file")
 
 
 def _request(options: Options) -> PlanRequest:
-    grow = parse_grow(options.grow) if options.grow else {}
+    grow = parse_grow(options.grow) if options.grow is not None else {}
     factor = options.factor if options.factor is not None or grow else 2
     dtype = STORED[options.dtype] if options.dtype else None
-    return PlanRequest(options.input, factor, grow, options.scaling, dtype)
+    name = "standard input" if options.input == "-" else options.input
+    return PlanRequest(name, factor, grow, options.scaling, dtype, parse_settings(options.settings))
 
 
 def _check_equal(checkpoint: Checkpoint, plan: Plan) -> None:
@@ -132,10 +198,22 @@ def _check_equal(checkpoint: Checkpoint, plan: Plan) -> None:
     stored = {tensor.name: tensor for tensor in checkpoint.tensors}
     for head, table in plan.equal_pairs:
         if not checkpoint.sequential and not _same_bytes(stored[head], stored[table]):
-            raise WidenError(
-                f"{printable(checkpoint.name)}: the config ties '{printable(head)}' to '{printable(table)}', but their values "
-                f"differ, and loaders disagree on which counts; remove '{printable(head)}', or say --set tie_word_embeddings=false"
-            )
+            raise _unequal(checkpoint, head, table)
+
+
+def _unequal(checkpoint: Checkpoint, head: str, table: str) -> WidenError:
+    return WidenError(
+        f"{printable(checkpoint.name)}: the config ties '{printable(head)}' to '{printable(table)}', but their values "
+        f"differ, and loaders disagree on which counts; remove '{printable(head)}', or say --set tie_word_embeddings=false"
+    )
+
+
+def _tied_digests(job: Job) -> dict[str, HashingSource]:
+    """Of a pipe, whose tied copies can be compared only as they pass: what hashes them."""
+    if not job.checkpoint.sequential:
+        return {}
+    tied = {name for pair in job.plan.equal_pairs for name in pair}
+    return {tensor.name: HashingSource(tensor.source) for tensor in job.checkpoint.tensors if tensor.name in tied}
 
 
 def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
@@ -148,14 +226,13 @@ def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
-def _config_target(options: Options, checkpoint: Checkpoint, directory: bool) -> Path | None:
+def _config_target(options: Options, checkpoint: Checkpoint, directory: bool) -> str | None:
+    """Where the config goes on its own: None where there is none, or where it goes into the output folder."""
     if options.config_out:
-        return Path(options.config_out)
-    if not checkpoint.config.present or is_stream(options.output):
+        return options.config_out if checkpoint.config.present else None
+    if not checkpoint.config.present or directory or is_stream(options.output) or not Path(options.output).name:
         return None
-    if directory:
-        return Path("config.json")
-    return Path(options.output).with_name(f"{Path(options.output).stem}.config.json")
+    return str(Path(options.output).with_name(f"{Path(options.output).stem}.config.json"))
 
 
 def _changed_config(config: ModelConfig, plan: Plan) -> ModelConfig:
@@ -196,21 +273,32 @@ def run(job: Job, progress: Progress) -> Report:
 def _write_file(job: Job, stream: TensorStream, counts: dict[str, Counts], progress: Progress) -> None:
     (shard,) = job.shards
     with ExitStack() as stack:
-        # The config is entered first, so that it is renamed last: weights without a config are seen, a config without weights misleads.
-        if job.config_target is not None:
-            stack.enter_context(FileOutput(job.config_target)).write_at(0, job.config.to_bytes())
+        # The config is entered first, so it is renamed last: weights alone are seen to be alone, a config alone misleads.
+        _open_config(job, stack)
         if is_stream(job.options.output):
             with StreamOutput(job.options.output) as output:
                 _write_shard(job, shard, output, stream, counts, progress, forward_only=True)
                 job.checkpoint.read_to_end()
         else:
-            with FileOutput(job.options.output, shard.nbytes) as output:
+            with FileOutput(job.options.output, shard.nbytes, job.options.force) as output:
                 _write_shard(job, shard, output, stream, counts, progress, forward_only=False)
                 job.checkpoint.read_to_end()
 
 
+def _open_config(job: Job, stack: ExitStack) -> None:
+    if job.config_target is None:
+        return
+    if is_stream(job.config_target):
+        stack.enter_context(StreamOutput(job.config_target)).write_at(0, job.config.to_bytes())
+    else:
+        output = FileOutput(job.config_target, force=job.options.force)
+        stack.enter_context(output).write_at(0, job.config.to_bytes())
+
+
 def _write_directory(job: Job, stream: TensorStream, counts: dict[str, Counts], progress: Progress) -> None:
-    with DirectoryOutput(job.options.output.rstrip("/"), job.options.force) as folder, ExitStack() as stack:
+    with ExitStack() as stack:
+        _open_config(job, stack)
+        folder = stack.enter_context(DirectoryOutput(job.options.output.rstrip("/"), job.options.force))
         for shard in job.shards:
             with folder.open(shard.name, shard.nbytes) as output:
                 _write_shard(job, shard, output, stream, counts, progress, forward_only=False)
@@ -219,11 +307,13 @@ def _write_directory(job: Job, stream: TensorStream, counts: dict[str, Counts], 
             weight_map = {name: shard.name for shard in job.shards for _, name, _ in shard.tensors}
             total = sum(tensor.dtype.nbytes(tensor.shape) for shard in job.shards for tensor, _, _ in shard.tensors)
             _write_bytes(folder, INDEX, index_bytes(weight_map, total))
-        if job.options.config_out and job.config_target is not None:
-            stack.enter_context(FileOutput(job.config_target)).write_at(0, job.config.to_bytes())
-        elif job.config.present:
+        if job.config_target is None and job.config.present:
             _write_bytes(folder, "config.json", job.config.to_bytes())
-        _write_companions(job, folder)
+        for name, content in job.companions.items():
+            if isinstance(content, bytes):
+                _write_bytes(folder, name, content)
+            else:
+                folder.copy(content, name)
 
 
 def _write_bytes(folder: DirectoryOutput, name: str, data: bytes) -> None:
@@ -231,24 +321,32 @@ def _write_bytes(folder: DirectoryOutput, name: str, data: bytes) -> None:
         output.write_at(0, data)
 
 
-def _write_companions(job: Job, folder: DirectoryOutput) -> None:
-    """Copies what lies beside the weights; a sidecar that states a width gets the new one."""
-    if job.checkpoint.directory is None:
-        return
-    source = Path(job.options.input)
-    for relative in job.checkpoint.directory.companions:
-        grown = next(
-            (keys for pattern, keys in job.plan.sidecars.items() if fnmatchcase(relative.as_posix(), pattern)), None
+def _companions(options: Options, checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
+    """What lies beside the weights: files to copy, and sidecars that state a width with the new one.
+
+    An output folder inside the input's is no part of the model.
+    """
+    if checkpoint.directory is None:
+        return {}
+    source, output = Path(options.input), Path(os.path.realpath(options.output.rstrip("/")))
+    found: dict[str, Path | bytes] = {}
+    for relative in checkpoint.directory.companions:
+        name = relative.as_posix()
+        if Path(os.path.realpath(source / relative)).is_relative_to(output):
+            continue
+        grown = next((keys for pattern, keys in plan.sidecars.items() if fnmatchcase(name, pattern)), None)
+        found[name] = source / relative if grown is None else _grown_sidecar(source / relative, grown)
+    return found
+
+
+def _grown_sidecar(path: Path, grown: dict[str, int]) -> bytes:
+    values = read_json(path, "a sidecar config")
+    if not isinstance(values, dict):
+        raise WidenError(
+            f"{printable(str(path))}: a sidecar config is a JSON object, this is a {type(values).__name__}"
         )
-        if grown is None:
-            folder.copy(source / relative, relative.as_posix())
-        else:
-            values = read_json(source / relative, "a sidecar config")
-            values = {
-                key: value * grown.get(key, 1) if isinstance(value, int) and key in grown else value
-                for key, value in values.items()
-            }
-            _write_bytes(folder, relative.as_posix(), (json.dumps(values, indent=2) + "\n").encode())
+    widths = {key: values[key] * factor for key, factor in grown.items() if isinstance(values.get(key), int)}
+    return ModelConfig({**values, **widths}, str(path)).to_bytes()
 
 
 def _write_shard(
@@ -261,7 +359,11 @@ def _write_shard(
     forward_only: bool,
 ) -> None:
     output.write_at(0, shard.header)
-    stored = {tensor.name: tensor for tensor in job.checkpoint.tensors}
+    hashing = _tied_digests(job)
+    stored = {
+        tensor.name: replace(tensor, source=hashing.get(tensor.name, tensor.source))
+        for tensor in job.checkpoint.tensors
+    }
     for tensor, name, offset in shard.tensors:
         source = stored[tensor.source.name]
         if source.source.sequential and len(tensor.names) > 1:
@@ -272,3 +374,6 @@ def _write_shard(
         if name == tensor.names[0]:
             counts[tensor.source.name] = counted
         progress(tensor.dtype.nbytes(tensor.shape))
+    for head, table in job.plan.equal_pairs if hashing else ():
+        if hashing[head].digest() != hashing[table].digest():
+            raise _unequal(job.checkpoint, head, table)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.errors import WidenError, printable
 from widen_cli.plan.text import plan_text
 
 Array = npt.NDArray[Any]
@@ -36,8 +37,14 @@ CONFIG: dict[str, Any] = {
 
 
 def demonstration(folder: str | None) -> tuple[str, bool]:
-    """What the demo shows, and whether wide and narrow agree; the files stay in `folder` if one is given."""
+    """What the demo shows, and whether wide and narrow agree; the files stay in `folder` if one is given.
+
+    Raises WidenError where the folder holds an earlier demo's files, or somebody else's.
+    """
     if folder is not None:
+        for name in ("narrow", "wide"):
+            if (Path(folder) / name).exists():
+                raise WidenError(f"{printable(str(Path(folder) / name))}: exists; give the demo a folder of its own")
         return _shown(Path(folder), kept=True)
     with tempfile.TemporaryDirectory() as temporary:
         return _shown(Path(temporary), kept=False)

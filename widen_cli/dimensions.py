@@ -80,6 +80,13 @@ def leaf_scales(growth: Growth) -> Iterator[Scale]:
         yield growth.scale
 
 
+def silent(growth: Growth) -> bool:
+    """Whether some of the copies are zero."""
+    if isinstance(growth, Laid):
+        return any(silent(part) for part in growth.parts)
+    return growth.first_only or (growth.inner is not None and silent(growth.inner))
+
+
 def runs(growth: Growth) -> list[Run]:
     """The new positions in order, as runs of old ones."""
     return list(_runs(growth))

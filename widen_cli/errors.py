@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Self
 
@@ -32,6 +33,15 @@ class Faults:
     def add(self, fault: str) -> None:
         if fault not in self.texts:
             self.texts.append(fault)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A block whose WidenError joins the list, so that the checks after it still run."""
+        try:
+            yield
+        except WidenError as error:
+            for fault in error.faults:
+                self.add(fault)
 
     def __enter__(self) -> Self:
         return self

@@ -47,6 +47,7 @@ class HfDirectory:
 
     `tensors` run shard after shard in the order of their data; `shards` are file names; `metadata` is that of the first
     shard; `config_path` is None without a config.json; `companions` are the files to copy, relative to the folder.
+    `faults` are those of shards that are missing or damaged; then `tensors` are what the others hold, to be looked at only.
     """
 
     tensors: tuple[StoredTensor, ...]
@@ -55,6 +56,7 @@ class HfDirectory:
     config_path: Path | None
     companions: tuple[Path, ...]
     warnings: tuple[str, ...]
+    faults: tuple[str, ...] = ()
 
     def close(self) -> None:
         """Closes every shard."""
@@ -74,7 +76,7 @@ class _Index:
 def open_directory(path: Path) -> HfDirectory:
     """The folder with every shard opened and its header checked.
 
-    Raises WidenError with the faults of all shards together. Pickles are never opened.
+    Raises WidenError where it is no such folder; the faults of its shards are the result's. Pickles are never opened.
     """
     names = _listing(path)
     warnings: list[str] = []
@@ -86,15 +88,19 @@ def open_directory(path: Path) -> HfDirectory:
         warnings += _strays(path, names, index, shards)
     config = path / "config.json"
     companions = _companions(path, warnings)
-    headers = _open_shards(path, shards, index, [config] if config.is_symlink() and not config.exists() else [])
-    try:
-        tensors = _chosen(path, headers, index, warnings)
-    except WidenError:
-        _close(headers.values())
-        raise
-    first = next(iter(headers.values()))
+    dangling = [config] if config.is_symlink() and not config.exists() else []
+    headers, faults = _open_shards(path, shards, index, dangling)
+    if faults:
+        tensors = tuple(tensor for header in headers.values() for tensor in header.tensors)
+    else:
+        try:
+            tensors = _chosen(path, headers, index, warnings)
+        except WidenError:
+            _close(headers.values())
+            raise
+    metadata = next((header.metadata for header in headers.values()), {})
     config_path = config if config.is_file() else None
-    return HfDirectory(tensors, tuple(shards), first.metadata, config_path, companions, tuple(warnings))
+    return HfDirectory(tensors, tuple(shards), metadata, config_path, companions, tuple(warnings), faults)
 
 
 def plan_shards(entries: Sequence[tuple[str, int]], max_shard_size: int) -> list[list[int]]:
@@ -258,8 +264,8 @@ def _check_numbers(path: Path, names: Sequence[str]) -> None:
 
 def _open_shards(
     path: Path, shards: Sequence[str], index: _Index | None, dangling: Sequence[Path]
-) -> dict[str, SafetensorsHeader]:
-    """The header of every shard; WidenError with the faults of all of them, and every shard closed."""
+) -> tuple[dict[str, SafetensorsHeader], tuple[str, ...]]:
+    """The headers of the shards that can be read, and the faults of the others."""
     headers: dict[str, SafetensorsHeader] = {}
     faults = Faults()
     for file in [*dangling, *(path / shard for shard in shards)]:
@@ -277,10 +283,7 @@ def _open_shards(
             source.close()
             for fault in error.faults:
                 faults.add(fault)
-    if faults.texts:
-        _close(headers.values())
-        _raise_capped(_at(path), faults.texts)
-    return headers
+    return headers, tuple(_capped(_at(path), faults.texts))
 
 
 def _close(headers: Iterable[SafetensorsHeader]) -> None:

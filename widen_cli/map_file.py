@@ -55,6 +55,8 @@ class MapData:
 
 def read_map_data(path: Path, shown: str) -> MapData:
     """The YAML mapping in `path`. Raises WidenError with `shown:line:column` for what is no such thing."""
+    if path.exists() and not path.is_file():
+        raise WidenError(f"{printable(shown)}: cannot read the map: it is no regular file")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

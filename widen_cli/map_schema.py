@@ -52,7 +52,7 @@ class MapDocument(_Section):
     match: MatchSection = MatchSection()
     prefixes: dict[str, list[str]] = {}
     synonyms: dict[str, str] = {}
-    repeats: dict[str, str] = {}
+    repeats: dict[str, str | list[str]] = {}
     config: dict[str, Any] = {}
     axes: dict[str, AxisSection]
     growth: GrowthSection
@@ -61,6 +61,7 @@ class MapDocument(_Section):
     tensors: dict[str, list[TensorSection]]
     tied: list[TieSection] = []
     drop: list[str] = []
+    output: str | None = None
     sidecars: dict[str, dict[str, str]] = {}
 
 

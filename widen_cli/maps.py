@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from widen_cli.errors import Faults, WidenError, did_you_mean
+from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.formulas import Formula, FormulaSyntaxError, parse_formula
 from widen_cli.map_checks import (
     CONDITION_FUNCTIONS,
@@ -105,7 +105,7 @@ class ArchitectureMap:
     model_types: tuple[str, ...]
     prefixes: dict[str, tuple[str, ...]]
     synonyms: dict[str, str]
-    repeats: dict[str, str]
+    repeats: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]
     axes: dict[str, Axis]
     growth: Growth
@@ -114,6 +114,7 @@ class ArchitectureMap:
     tensors: tuple[TensorRule, ...]
     tied: tuple[Tie, ...]
     drop: tuple[str, ...]
+    output: str | None
     sidecars: dict[str, dict[str, str]]
 
     def axis_of(self, name: str) -> Axis | None:
@@ -142,13 +143,18 @@ class ArchitectureMap:
 def name_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression of a name pattern: `*` is one part between dots, `{axis}` a number in the name."""
     parts = re.split(r"(\*|\{\w+\})", pattern)
-    return re.compile("".join(_part_expression(part) for part in parts))
+    expression, seen = "", set()
+    for part in parts:
+        # An axis counted twice is a fault that the map's check reports; the pattern must not fail before it.
+        expression += re.escape(part) if part in seen and part.startswith("{") else _part_expression(part)
+        seen.add(part)
+    return re.compile(expression)
 
 
 def _part_expression(part: str) -> str:
     if part == "*":
         return r"([^.]+)"
-    return rf"(?P<{part[1:-1]}>\d+)" if part.startswith("{") else re.escape(part)
+    return rf"(?P<{part[1:-1]}>[0-9]+)" if part.startswith("{") else re.escape(part)
 
 
 def load_map(path: Path, shown: str | None = None) -> ArchitectureMap:
@@ -163,6 +169,8 @@ def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
     if not isinstance(parent, str):
         return data
     place = data.place(("extends",))
+    if not re.fullmatch(r"[\w.-]+", parent):
+        raise WidenError(f"{place}: a map extends another by its name, such as llama, not '{printable(parent)}'")
     found = path.with_name(f"{parent}.yaml")
     if not found.is_file():
         found = catalog_path(parent) or found
@@ -192,7 +200,9 @@ class _Compiler:
                 model_types=tuple(document.match.model_type),
                 prefixes={prefix: tuple(others) for prefix, others in document.prefixes.items()},
                 synonyms=document.synonyms,
-                repeats=document.repeats,
+                repeats={
+                    name: (keys,) if isinstance(keys, str) else tuple(keys) for name, keys in document.repeats.items()
+                },
                 defaults=document.config,
                 axes=axes,
                 growth=Growth(tuple(document.growth.width), tuple(document.growth.heads), document.growth.head_dim),
@@ -206,6 +216,7 @@ class _Compiler:
                     for n, tie in enumerate(document.tied)
                 ),
                 drop=tuple(document.drop),
+                output=document.output,
                 sidecars=document.sidecars,
             )
 
@@ -301,7 +312,10 @@ class _Compiler:
                 self.key_fault(("tensors", name), "a name ends with at most two question marks")
             if not sections:
                 self.key_fault(("tensors", name), "an empty list of rules; say what the tensor is, or leave it out")
-            for axis in re.findall(r"\{(\w+)\}", pattern):
+            counted = re.findall(r"\{(\w+)\}", pattern)
+            if len(set(counted)) < len(counted):
+                self.key_fault(("tensors", name), "an axis is counted once in a name")
+            for axis in counted:
                 if axis not in document.axes:
                     self.key_fault(
                         ("tensors", name), f"'{axis}' is no axis of this map{did_you_mean(axis, document.axes)}"
@@ -355,9 +369,11 @@ class _Compiler:
         patterns = {name.rstrip("?") for name in document.tensors}
         for number, tie in enumerate(document.tied):
             uses += [(("tied", number, "tensor"), tie.tensor, patterns), (("tied", number, "to"), tie.to, patterns)]
+        if document.output is not None:
+            uses.append((("output",), document.output, {*document.axes, *document.spaces}))
         for path, word, known in uses:
             if word not in known:
-                what = "tensor" if path[0] == "tied" else "axis"
+                what = {"tied": "tensor", "output": "axis or space"}.get(str(path[0]), "axis")
                 self.fault(path, f"'{word}' is no {what} of this map{did_you_mean(word, known)}")
 
 

@@ -6,18 +6,17 @@ import ctypes
 import errno
 import os
 import re
-import resource
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Never, Protocol, Self
 
-from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.errors import WidenError, printable
+from widen_cli.output_checks import descriptor_of, refusing
 
-_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
+_NOREPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -29,55 +28,20 @@ class Output(Protocol):
         """Writes all of `data` at `offset` from the file's start; WidenError when the system refuses."""
 
 
-def is_stream(target: str) -> bool:
-    """Whether `target` is `-`, an open descriptor under another name (/dev/stdout), a fifo or a character device."""
-    path = Path(target)
-    return _descriptor_of(target) is not None or path.is_fifo() or path.is_char_device()
-
-
-def check_output(target: str, inputs: Sequence[Path], force: bool, directory: bool) -> None:
-    """Returns when `target` can be written; WidenError with everything that speaks against it.
-
-    `directory` says that a folder is to be written. Nothing is created or changed.
-    """
-    name = printable(target)
-    with Faults() as faults:
-        check = _stream_faults(target, directory) if is_stream(target) else _place_faults(target, directory, force)
-        for fault in check:
-            faults.add(f"{name}: {fault}")
-        for given in inputs:
-            if _is_same(target, given, directory):
-                faults.add(f"{name}: is the input {printable(str(given))} or holds it; choose another output")
-
-
-def check_space(folder: Path, nbytes: int, largest: int | None = None) -> None:
-    """Returns when `folder` has `nbytes` free and the process may write a file of `largest` (default all) bytes.
-
-    Raises WidenError with the bytes needed and free, or the limit. Nothing is written.
-    """
-    name = printable(str(folder))
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    biggest = nbytes if largest is None else largest
-    with Faults() as faults:
-        free = _free_bytes(folder)
-        if free is not None and free < nbytes:
-            faults.add(f"{name}: {nbytes} bytes needed, {free} free; free some space or choose another folder")
-        if limit != resource.RLIM_INFINITY and biggest > limit:
-            faults.add(f"{name}: a file of {biggest} bytes needed, the limit is {limit}; raise it with ulimit -f")
-
-
 class FileOutput:
     """A file that stands at `target` only when the `with` block ends without an exception.
 
     The bytes go to a hidden file beside the real target (a link stays a link), which is flushed and renamed; after any
-    exception it is removed. `nbytes`, the size where it is known, serves the message of a full disk.
+    exception it is removed. `nbytes`, the size where it is known, serves the message of a full disk. Without `force` a
+    file that came into being in the meantime stays, and WidenError is raised.
     `write_at` may be called from several threads. WidenError when the system refuses.
     """
 
-    def __init__(self, target: str | Path, nbytes: int | None = None) -> None:
+    def __init__(self, target: str | Path, nbytes: int | None = None, force: bool = False) -> None:
         self.name = printable(str(target))
         self._real = Path(os.path.realpath(target))
         self._nbytes = nbytes
+        self._force = force
         self._temporary = _hidden_sibling(self._real, "tmp")
         self._fd = -1
 
@@ -108,7 +72,10 @@ class FileOutput:
         os.fsync(self._fd)
         with suppress(FileNotFoundError):
             os.fchmod(self._fd, stat.S_IMODE(self._real.stat().st_mode) & 0o777)
-        os.replace(self._temporary, self._real)
+        if self._force:
+            os.replace(self._temporary, self._real)
+        else:
+            _rename_new(self._temporary, self._real, self.name)
         _flush_folder(self._real.parent)
 
     def _discard(self) -> None:
@@ -119,7 +86,7 @@ class FileOutput:
             self._temporary.unlink(missing_ok=True)
 
     def _refusing(self) -> AbstractContextManager[None]:
-        return _refusing(self.name, self._real.parent, self._nbytes)
+        return refusing(self.name, self._real.parent, self._nbytes)
 
 
 class StreamOutput:
@@ -132,8 +99,8 @@ class StreamOutput:
     def __init__(self, target: str = "-") -> None:
         self.name = "standard output" if target == "-" else printable(target)
         self.position = 0
-        own = _descriptor_of(target)
-        with _refusing(self.name):
+        own = descriptor_of(target)
+        with refusing(self.name):
             # A duplicate, because opening /dev/stdout again would start at the beginning of a file that has bytes.
             self._fd = os.open(target, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY) if own is None else os.dup(own)
 
@@ -148,7 +115,7 @@ class StreamOutput:
             raise ValueError(f"a stream is written forward only: {offset} given at {self.position}")
         view = _flat(data)
         while view:
-            with _refusing(self.name):
+            with refusing(self.name):
                 written = os.write(self._fd, view)
             self.position, view = self.position + written, view[written:]
 
@@ -176,7 +143,7 @@ class DirectoryOutput:
 
     def __enter__(self) -> Self:
         _remove_leftovers(self._real, "staging")
-        with _refusing(self.name, self._real.parent):
+        with refusing(self.name, self._real.parent):
             self._staging.mkdir()
         return self
 
@@ -186,13 +153,13 @@ class DirectoryOutput:
         if not parts or ".." in parts or name.startswith("/"):
             raise ValueError(f"{name!r} leads out of the folder")
         file = self._staging / name
-        with _refusing(self.name, self._real.parent):
+        with refusing(self.name, self._real.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
         return FileOutput(file, nbytes)
 
     def copy(self, source: Path, relative: str) -> None:
         """Copies a file's content (a link's target's) to `relative` in the folder."""
-        reading = _refusing(printable(str(source)), verb="read")
+        reading = refusing(printable(str(source)), verb="read")
         with reading, open(source, "rb") as stream, self.open(relative) as output:
             offset = 0
             while piece := stream.read(1 << 20):
@@ -203,7 +170,7 @@ class DirectoryOutput:
         """Puts the folder in place; a second call does nothing. WidenError when the target may not be replaced."""
         if self._committed:
             return
-        with _refusing(self.name, self._real.parent):
+        with refusing(self.name, self._real.parent):
             exists = os.path.lexists(self._real)
             if exists and not self._force and any(self._real.iterdir()):
                 raise WidenError(f"{self.name}: exists and is not empty; use --force to replace it")
@@ -223,101 +190,6 @@ class DirectoryOutput:
                 self.commit()
         finally:
             shutil.rmtree(self._staging, ignore_errors=True)
-
-
-def _descriptor_of(target: str) -> int | None:
-    """The number of this process's open descriptor that `-` or a name such as /dev/stdout means, through any links."""
-    path = Path("/dev/stdout" if target == "-" else target)
-    for _ in range(40):
-        folder = os.path.realpath(path.parent)
-        if re.fullmatch(rf"/proc/{os.getpid()}(/task/\d+)?/fd", folder) and path.name.isdecimal():
-            return int(path.name)
-        link = Path(folder, path.name)
-        if not link.is_symlink():
-            break
-        path = Path(folder, os.readlink(link))
-    return None
-
-
-def _stream_faults(target: str, directory: bool) -> Iterator[str]:
-    number = _descriptor_of(target)
-    if directory:
-        yield "is a pipe or a device, but a folder is to be written"
-    elif number is not None and os.isatty(number):
-        yield "is a terminal; send it to a file or a pipe"
-
-
-def _place_faults(target: str, directory: bool, force: bool) -> Iterator[str]:
-    """What speaks against a file or folder at `target`, apart from the inputs."""
-    real = Path(os.path.realpath(target))
-    if real.parent.name == "blobs" and re.match("(models|datasets|spaces)--", real.parent.parent.name):
-        yield f"lies in a Hugging Face cache ({printable(str(real))}), whose files are shared; choose another output"
-    parent = printable(str(real.parent))
-    if not real.parent.is_dir():
-        yield f"the folder {parent} does not exist; create it with mkdir -p"
-    elif not _may_write(real.parent):
-        yield f"the folder {parent} is not writable for you; choose another one"
-    if real.is_dir():
-        yield from _folder_faults(real, directory, force)
-    elif os.path.lexists(real) and not real.is_file():
-        yield "is no regular file; choose another output"
-    elif real.exists() and directory:
-        yield "is a file, but a folder is to be written; choose another output"
-    elif real.exists() and not force:
-        yield "exists; use --force to replace it"
-
-
-def _folder_faults(real: Path, directory: bool, force: bool) -> Iterator[str]:
-    if not directory:
-        yield "is a folder, but a file is to be written; give a file name"
-    elif os.path.ismount(real):
-        yield "is a mount point, which cannot be replaced in one step; choose a folder inside it"
-    elif not _may_write(real):
-        yield "the folder is not writable for you; choose another one"
-    elif not force and any(real.iterdir()):
-        yield "exists and is not empty; use --force to replace it"
-
-
-def _may_write(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
-
-
-def _is_same(target: str, given: Path, directory: bool) -> bool:
-    """Whether writing `target` would replace the input, a file of an input folder, or a folder that holds the input."""
-    path = "/dev/stdout" if target == "-" else target
-    with suppress(OSError):
-        if os.path.samefile(path, given):
-            return True
-    if directory:
-        return Path(os.path.realpath(given)).is_relative_to(os.path.realpath(path))
-    with suppress(OSError):
-        return given.is_dir() and any(os.path.samefile(path, file) for file in given.iterdir() if file.exists())
-    return False
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """None where the file system does not say."""
-    with suppress(OSError):
-        space = os.statvfs(folder)
-        return space.f_bavail * space.f_frsize if space.f_blocks else None
-    return None
-
-
-@contextmanager
-def _refusing(name: str, folder: Path = Path("/"), nbytes: int | None = None, verb: str = "written") -> Iterator[None]:
-    """Turns the system's refusals into WidenError; a broken pipe passes, its reader has had enough."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        needed = "" if nbytes is None else f"{nbytes} bytes needed, "
-        texts = {
-            errno.EFBIG: f"the file is larger than allowed; {needed}see ulimit -f",
-            errno.ENOSPC: f"the disk is full; {needed}{_free_bytes(folder)} free; free some space",
-            errno.EDQUOT: f"the disk quota is used up; {needed}free some space",
-        }
-        raise WidenError(f"{name}: {texts.get(error.errno or 0, f'cannot be {verb}: {error.strerror}')}") from None
 
 
 def _flat(data: memoryview | bytes) -> memoryview:
@@ -382,6 +254,20 @@ def _link_or_copy(source: Path, target: Path) -> None:
     except OSError:
         # Not every file system has hard links, and a foreign file may not be linked.
         shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _rename_new(temporary: Path, real: Path, name: str) -> None:
+    """Renames where nothing stands at `real` yet; of two runs at once only one gets there."""
+    renameat2 = getattr(_LIBC, "renameat2", None)
+    if renameat2 and renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(real), _NOREPLACE) == 0:
+        return
+    try:
+        os.link(temporary, real)
+    except FileExistsError:
+        raise WidenError(f"{name}: exists; use --force to replace it") from None
+    except OSError:
+        # A file system without hard links and without the flag: the check before the work has to do.
+        os.replace(temporary, real)
 
 
 def _exchange(new: Path, old: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 Exponent = int | Fraction
@@ -68,6 +69,15 @@ class Scale:
         while root % 2 == 0:
             number, root = math.sqrt(number), root // 2
         return number if root == 1 else number ** (1.0 / root)
+
+    def digits(self, precision: int = 40) -> str:
+        """The number in decimal, for types longer than float64."""
+        with localcontext() as context:
+            context.prec = precision
+            number = Decimal(1)
+            for prime, power in self.powers:
+                number *= Decimal(prime) ** (Decimal(power.numerator) / Decimal(power.denominator))
+            return str(+number)
 
     def __str__(self) -> str:
         """As a person writes it: `1`, `3/2`, `1/sqrt(2)`, `1/(2 sqrt(2))`, `2^(-3/4)`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -123,6 +124,29 @@ class PipeSource:
 
     def close(self) -> None:
         pass
+
+
+class HashingSource:
+    """A source that hashes what is read of it, in the order read: of a pipe, all of a tensor from front to back."""
+
+    def __init__(self, source: Source) -> None:
+        self.name = source.name
+        self.size = source.size
+        self.sequential = source.sequential
+        self._source = source
+        self._hash = hashlib.blake2b()
+
+    def read(self, offset: int, nbytes: int) -> bytes | memoryview:
+        data = self._source.read(offset, nbytes)
+        self._hash.update(data)
+        return data
+
+    def digest(self) -> bytes:
+        """The hash of all bytes read so far."""
+        return self._hash.digest()
+
+    def close(self) -> None:
+        self._source.close()
 
 
 class HeldSource:

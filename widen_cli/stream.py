@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -107,8 +108,11 @@ def blocks(shape: Layout, limit: int = BLOCK_BYTES) -> Iterator[list[Block]]:
     """
     group: list[Block] = []
     stop, row = 0, 0
-    for run in runs(shape.rows):
-        if run.start >= stop and group:
+    planned = runs(shape.rows)
+    # The first old row that is still to come, run by run: before it, nothing has to be kept.
+    coming = list(accumulate((run.start for run in reversed(planned)), min))[::-1]
+    for run, first in zip(planned, coming, strict=True):
+        if first >= stop and group:
             yield group
             group = []
         stop = max(stop, run.stop)

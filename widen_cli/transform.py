@@ -56,9 +56,8 @@ class Cast:
             if self.source == self.target and scale.is_power_of_two and not self.offset:
                 rounded = self.shifted(values, scale, counts)
             else:
-                exact = self.product(values, scale)
-                rounded = rounded_once(exact, _array_type(self.target))
-                changed, overflowed = self.faults(values, exact, rounded, scale)
+                rounded = rounded_once(self.product(values, scale), _array_type(self.target))
+                changed, overflowed = self.faults(values, rounded, scale)
                 counts.rounded += int(np.count_nonzero(changed))
                 counts.overflowed += int(np.count_nonzero(overflowed))
         return rounded.view(_BITS[rounded.dtype.itemsize])
@@ -86,27 +85,46 @@ class Cast:
             counts.rounded += int(np.count_nonzero(lost)) - overflowed
         return np.asarray(product)
 
-    def product(self, values: Array, scale: Scale) -> Array:
-        """The product in float64, which holds it exactly for a power of two."""
-        factor = float(scale)
-        return np.asarray(values.astype(np.float64) * factor + (factor - 1.0) * self.offset)
+    @property
+    def wide(self) -> Any:
+        """The type to compute in: float64, for float64 itself the longest float that the machine has."""
+        return np.longdouble if max(self.source.bits, self.target.bits) > 32 else np.float64
 
-    def faults(self, values: Array, exact: Array, rounded: Array, scale: Scale) -> tuple[Array, Array]:
+    def product(self, values: Array, scale: Scale) -> Array:
+        """The product before it is rounded. A fraction is a product and a quotient, the first of them exact."""
+        wide, fraction = self.wide, scale.fraction
+        if fraction is not None:
+            numerator, denominator = wide(fraction.numerator), wide(fraction.denominator)
+            product = values.astype(wide) * numerator
+            if self.offset:
+                product = product + (numerator - denominator) * wide(self.offset)
+            return np.asarray(product / denominator)
+        factor = wide(scale.digits())
+        product = values.astype(wide) * factor
+        return np.asarray(product + (factor - 1) * wide(self.offset) if self.offset else product)
+
+    def faults(self, values: Array, rounded: Array, scale: Scale) -> tuple[Array, Array]:
         """Where a finite value's result is not the true product, and where it became infinite."""
         finite = np.isfinite(values)
         overflowed = finite & ~np.isfinite(rounded)
-        fraction = scale.fraction
-        if scale.is_power_of_two or self.offset:
-            changed = rounded.astype(np.float64) != exact
-        elif fraction is None:
-            changed = values != 0
-        else:
-            # float64 holds a float32 times a small number exactly; for float64 itself, more bits where the machine has them.
-            wide: Any = np.float64 if self.source.bits <= 32 else np.longdouble
-            changed = values.astype(wide) * wide(fraction.numerator) != rounded.astype(wide) * wide(
-                fraction.denominator
-            )
-        return np.asarray(changed & finite & ~overflowed), np.asarray(overflowed)
+        return np.asarray(self.changed(values, rounded, scale) & finite & ~overflowed), np.asarray(overflowed)
+
+    def changed(self, values: Array, rounded: Array, scale: Scale) -> Array:
+        """Where the result times the denominator is not the value times the numerator, both of which are exact."""
+        wide, fraction = self.wide, scale.fraction
+        if fraction is None:
+            return np.asarray((values != 0) | bool(self.offset))
+        numerator, denominator = wide(fraction.numerator), wide(fraction.denominator)
+        product = values.astype(wide) * numerator
+        back = rounded.astype(wide) * denominator
+        if not self.offset:
+            return np.asarray(product != back)
+        added = (numerator - denominator) * wide(self.offset)
+        total = product + added
+        # What the sum itself lost (Knuth's two-sum): a gain far below 1 vanishes beside the offset.
+        part = total - product
+        lost = (product - (total - part)) + (added - part)
+        return np.asarray((total != back) | (lost != 0))
 
 
 _ROUNDED, _OVERFLOWED = 1, 2
@@ -126,9 +144,8 @@ def _table(cast: Cast, scale: Scale) -> _Table:
     size = _array_type(cast.source).itemsize
     values = np.arange(1 << (8 * size), dtype=_BITS[size]).view(_array_type(cast.source))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        exact = cast.product(values, scale)
-        rounded = rounded_once(exact, _array_type(cast.target))
-        changed, overflowed = cast.faults(values, exact, rounded, scale)
+        rounded = rounded_once(cast.product(values, scale), _array_type(cast.target))
+        changed, overflowed = cast.faults(values, rounded, scale)
     faults = (changed * _ROUNDED + overflowed * _OVERFLOWED).astype(np.uint8)
     return _Table(rounded.view(_BITS[rounded.dtype.itemsize]), faults, bool(faults.any()))
 
@@ -140,19 +157,31 @@ def _array_type(dtype: DType) -> np.dtype[Any]:
 
 
 def rounded_once(exact: Array, target: np.dtype[Any]) -> Array:
-    """`exact` (float64) rounded to nearest even in the target type.
+    """`exact` (float64 or longer) rounded to nearest even in the target type.
 
-    ml_dtypes goes from float64 to its small types by way of float32, which would round twice; rounding to odd on the
-    way keeps the sticky bit, so that the second rounding decides as one would (Boldo and Melquiond, 2008).
+    The longer float reaches float16, and every float the types of ml_dtypes, only by way of a float between, which would
+    round twice. Rounding to odd on the way keeps the sticky bit, so that the last rounding decides as one would.
     """
-    if target.kind == "f":
+    if target.type in (np.float64, np.float32) or (target.type is np.float16 and exact.dtype == np.float64):
         return exact.astype(target)
-    nearest = exact.astype(np.float32)
-    bits = nearest.view(np.int32)
-    away = (nearest.astype(np.float64) > exact) == (nearest > 0)
+    if exact.dtype != np.float64:
+        exact = _rounded_to_odd(exact, np.float64, np.int64)
+    if target.type is np.float16:
+        return exact.astype(target)
+    return _rounded_to_odd(exact, np.float32, np.int32).astype(target)
+
+
+def _rounded_to_odd(exact: Array, kind: Any, integer: Any) -> Array:
+    """`exact` in a shorter float; what is not exact there becomes its neighbour with an odd last bit (Boldo and Melquiond, 2008)."""
+    nearest = exact.astype(kind)
+    bits = nearest.view(integer)
     inexact = (nearest != exact) & np.isfinite(nearest) & ((bits & 1) == 0)
-    odd = np.where(inexact, np.where(away, bits - 1, bits + 1), bits).astype(np.int32).view(np.float32)
-    return odd.astype(target)
+    # Beside zero there is only the smallest number, of the value's own sign.
+    at_zero = nearest == 0
+    too_large = (np.abs(nearest) > np.abs(exact)) & ~at_zero
+    sign = np.where(np.signbit(exact), integer(np.iinfo(integer).min), integer(0))
+    neighbour = np.where(at_zero, sign + integer(1), np.where(too_large, bits - 1, bits + 1))
+    return np.asarray(np.where(inexact, neighbour, bits).astype(integer).view(kind))
 
 
 def widened_rows(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: Cast, counts: Counts) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,6 +12,8 @@ from widen_cli.errors import WidenError, did_you_mean
 from widen_cli.formulas import Formula, dotted
 from widen_cli.map_checks import POSITIONS
 from widen_cli.maps import ArchitectureMap
+
+FACTOR_LIMIT = 65536  # beyond any model, and small enough that its primes are found at once
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,10 @@ def parse_grow(text: str, option: str = "--grow") -> dict[str, int]:
     factors: dict[str, int] = {}
     for piece in text.split(","):
         axis, equals, number = (part.strip() for part in piece.partition("="))
-        if not equals or not axis or not number.isdecimal() or int(number) < 1:
+        if not equals or not axis or not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= FACTOR_LIMIT:
             raise WidenError(
-                f"{option} {text}: '{piece}' is no axis=factor with a whole factor; write for example hidden=2,intermediate=3"
+                f"{option} {text}: '{piece}' is no axis=factor with a whole factor from 1 to {FACTOR_LIMIT}; "
+                "write for example hidden=2,intermediate=3"
             )
         if axis in factors:
             raise WidenError(f"{option} {text}: '{axis}' stands twice")
@@ -60,7 +64,7 @@ def axis_growth(
         factors = _all_factors(architecture, completion)
         if factors is not None and all(factors[axis] == number for axis, number in asked.items()):
             _check_positions(factors, positions)
-            return AxisGrowth(factors, _notes(factors, wanted))
+            return AxisGrowth(factors, _notes(architecture, factors, wanted))
     raise WidenError(_impossible(architecture, wanted))
 
 
@@ -161,9 +165,16 @@ def _check_positions(factors: Mapping[str, int], positions: Mapping[str, set[str
         raise WidenError(*faults)
 
 
-def _notes(factors: Mapping[str, int], wanted: Mapping[str, int]) -> tuple[str, ...]:
-    grown = [name for name, number in factors.items() if number != wanted.get(name, 1)]
-    return tuple(f"{name} grows {factors[name]}x with what it is tied to" for name in grown)
+def _notes(architecture: ArchitectureMap, factors: Mapping[str, int], wanted: Mapping[str, int]) -> tuple[str, ...]:
+    """Which axes grow without having been asked for, and by which tie."""
+    ties = {name: axis.size.text for name, axis in architecture.axes.items() if axis.computed and axis.size}
+    notes = []
+    for name, number in factors.items():
+        tie = next((f"{other} = {text}" for other, text in ties.items() if name == other or name in text.split()), None)
+        shown = architecture.axes[name].keys or name == architecture.growth.head_dim
+        if number != wanted.get(name, 1) and tie and shown:
+            notes.append(f"{name} grows {number}x, since {tie}")
+    return tuple(notes)
 
 
 def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, int]) -> str:

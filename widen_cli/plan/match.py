@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +13,9 @@ from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
 from widen_cli.maps import ArchitectureMap, TensorRule, Tie, name_pattern
+
+MISSING_SHOWN = 8
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
 class StoredHeader(Protocol):
@@ -188,15 +192,22 @@ def _numbered(match: Match) -> dict[str, int]:
 def _counts(architecture: ArchitectureMap, match: Match, lookup: Lookup) -> dict[str, int]:
     """How many there are of each repeated pattern: by the config, else by the highest number stored."""
     counts: dict[str, int] = {}
-    for pattern, key in architecture.repeats.items():
+    for pattern, keys in architecture.repeats.items():
         try:
-            counts[pattern] = int(lookup(key))
-        except (UnknownValueError, TypeError, ValueError):
+            counts[pattern] = int(_first_known(keys, lookup))
+        except (UnknownValueError, TypeError, ValueError, OverflowError):
             head = re.compile(name_pattern(match.written(pattern)).pattern + r"(\.|$)")
             hits = [head.match(item.tensor.name) for item in match.matched]
             last = [hit.groups()[-2] for hit in hits if hit]
-            counts[pattern] = max((int(number) for number in last if number.isdigit()), default=-1) + 1
+            counts[pattern] = max((int(number) for number in last if _NUMBER.fullmatch(number)), default=-1) + 1
     return counts
+
+
+def _first_known(keys: Sequence[str], lookup: Lookup) -> Any:
+    for key in keys[:-1]:
+        with suppress(UnknownValueError):
+            return lookup(key)
+    return lookup(keys[-1])
 
 
 def _absent(rule: TensorRule, match: Match, counts: dict[str, int], heads: dict[str, int]) -> list[str]:
@@ -209,13 +220,22 @@ def _absent(rule: TensorRule, match: Match, counts: dict[str, int], heads: dict[
         number = heads.get(wildcard[1]) if wildcard[1] else counts.get(rule.pattern[: wildcard.end()])
         if number is None:
             return []
-        expected = [name.replace(wildcard[0], str(n), 1) for name in expected for n in range(number)]
+        # A config may promise any number of layers; the first few that are missing tell enough.
+        shown = range(min(number, len(match.matched) + MISSING_SHOWN))
+        expected = [name.replace(wildcard[0], str(n), 1) for name in expected for n in shown]
     return [name for name in expected if name not in stored]
 
 
 def report_strangers(faults: Faults, file: str, architecture: ArchitectureMap, match: Match, limit: int = 8) -> None:
     """Adds a fault for each weight that no rule names, telling what is known of its kind."""
     names = [tensor.name for tensor in match.strangers]
+    total = len(names) + len(match.matched)
+    if len(names) > limit and len(names) > total // 2:
+        faults.add(
+            f"{file}: {len(names)} of {total} tensors are none that map '{architecture.architecture}' knows, "
+            f"'{printable(names[0])}' for one; the config or the map is that of another family"
+        )
+        return
     known = [match.written(rule.pattern) for rule in architecture.tensors]
     for tensor in match.strangers[:limit]:
         hint = next((text for mark, text in _KNOWN_KINDS.items() if mark in tensor.name), None)

@@ -61,7 +61,8 @@ def _inverse(roles: Roles, space: str) -> Scale:
 
 
 def _writers_sum(roles: Roles, space: str) -> Scale:
-    return Scale.of(roles.writers_growth.get(space, 1))
+    # A stream that keeps its width keeps its scale too: a bare model's output would change at an unchanged shape.
+    return Scale.of(roles.writers_growth.get(space, 1)) if roles.growth[space] > 1 else ONE
 
 
 MODES = {

@@ -13,24 +13,33 @@ from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.formulas import UnknownValueError
 from widen_cli.maps import ArchitectureMap
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes
-from widen_cli.plan.match import Match, StoredHeader, common_prefix, match_tensors, missing_tensors, report_strangers
+from widen_cli.plan.match import (
+    MISSING_SHOWN,
+    Match,
+    StoredHeader,
+    common_prefix,
+    match_tensors,
+    missing_tensors,
+    report_strangers,
+)
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange, Plan, TensorPlan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import SpaceScales
-from widen_cli.plan.trees import TreeBuilder, UnknownSizeError
+from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.scales import ContradictionError
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asked for; `file` is the input's name in messages."""
+    """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages."""
 
     file: str
     factor: int | None = None
     grow: dict[str, int] = field(default_factory=dict)
     scaling: str = "auto"
     dtype: DType | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def make_plan(
@@ -45,10 +54,16 @@ def make_plan(
         architecture, {name: space.formula for name, space in architecture.spaces.items() if space.formula}
     )
     growth = axis_growth(
-        architecture, request.factor, request.grow, _by_heads(architecture, match, positions), positions
+        architecture, request.factor, request.grow, _by_heads(architecture, match, positions, request.dtype), positions
     )
     _check_requirements(architecture, sizes, growth, request.file)
     return _Planner(architecture, match, sizes, growth, config, request).plan(tensors)
+
+
+def check_names(architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, file: str) -> None:
+    """Raises WidenError for weights that no rule of the map names; of an incomplete model that is all that can be asked."""
+    with Faults() as faults:
+        report_strangers(faults, printable(file), architecture, match_tensors(architecture, tensors, config))
 
 
 def _check_input(
@@ -67,12 +82,12 @@ def _check_input(
         )
     report_strangers(faults, file, architecture, match)
     missing = missing_tensors(architecture, match, config)
-    for name in missing[:8]:
+    for name in missing[:MISSING_SHOWN]:
         faults.add(
             f"{file}: tensor '{printable(name)}' is missing; the file is incomplete, or the config belongs to another model"
         )
-    if len(missing) > 8:
-        faults.add(f"{file}: ... and {len(missing) - 8} more tensors are missing")
+    if len(missing) > MISSING_SHOWN:
+        faults.add(f"{file}: ... and {len(missing) - MISSING_SHOWN} more tensors are missing")
     shape_faults = Faults()
     sizes = resolve_sizes(architecture, config, match, shape_faults)
     for text in shape_faults.texts:
@@ -80,7 +95,7 @@ def _check_input(
     return sizes
 
 
-def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]]) -> bool:
+def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], dtype: DType | None) -> bool:
     """Whether attention grows by more heads by default: under rotary positions, and for less than 32 bits.
 
     The factor that a larger head size needs, r**(-1/4), would be rounded in half precision.
@@ -90,7 +105,7 @@ def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, 
         return True
     if any(axis in positions.get("alibi", set()) for axis in architecture.growth.heads):
         return False
-    return any(item.tensor.dtype.bits < 32 for item in match.matched)
+    return any((dtype or item.tensor.dtype).bits < 32 for item in match.matched)
 
 
 def _check_requirements(architecture: ArchitectureMap, sizes: Sizes, growth: AxisGrowth, file: str) -> None:
@@ -99,16 +114,20 @@ def _check_requirements(architecture: ArchitectureMap, sizes: Sizes, growth: Axi
     faults = []
     for formula in architecture.requires:
         try:
-            kept = sizes.evaluate(formula) and not wide.evaluate(formula)
-        except (UnknownValueError, ValueError):
+            kept = wide.evaluate(formula) or not sizes.evaluate(formula)
+        except UnknownValueError:
             continue
-        if kept:
+        except ValueError as error:
+            raise WidenError(
+                f"{printable(file)}: the map's requirement {formula.text} cannot be decided: {error}"
+            ) from None
+        if not kept:
             told = ", ".join(
                 f"{name} {wide.known[name]}" for name, _, _ in sorted(formula.names()) if name in wide.known
             )
             faults.append(
-                f"{printable(file)}: the wide model would have {told}, and '{architecture.architecture}' needs {formula.text}; "
-                "choose other factors with --grow"
+                f"{printable(file)}: the wide model would have {told}, and '{architecture.architecture}' needs "
+                f"{formula.text}; choose other factors with --grow"
             )
     if faults:
         raise WidenError(*faults)
@@ -164,8 +183,13 @@ class _Planner:
             dropped=tuple(tensor.name for tensor in self.match.dropped),
             config=tuple(config),
             sidecars=sidecars,
-            notes=self.growth.notes,
+            notes=(*self.growth.notes, *self.assumptions(), *self.wide_output(scales)),
             warnings=tuple(self.warnings),
+            axes=tuple(
+                name
+                for name, axis in self.architecture.axes.items()
+                if not axis.fixed and (axis.keys or name == self.architecture.growth.head_dim)
+            ),
             equal_pairs=self.spaces.stored_ties(),
         )
 
@@ -179,11 +203,11 @@ class _Planner:
                     f"--scaling auto takes a mode that is"
                 ) from None
         why = ""
-        if all(item.tensor.dtype.bits >= 32 for item in self.match.matched):
+        if all((self.request.dtype or item.tensor.dtype).bits >= 32 for item in self.match.matched):
             try:
                 scales = self.spaces.solve(MODES["orthogonal"])
                 if self.config.present or not self.epsilon_changes(scales):
-                    return "orthogonal", "32-bit weights or wider, and every law holds", scales
+                    return "orthogonal", "32 bits or wider are written, and every law holds", scales
                 why = "orthogonal would change an epsilon, and there is no config to write it to; "
             except ContradictionError as error:
                 why = f"orthogonal is not function-exact here, because {_listed(error.equations)}; "
@@ -208,7 +232,11 @@ class _Planner:
             )
         best = min(rounded, key=lambda name: rounded[name])
         counts = ", ".join(f"{name} {number}" for name, number in rounded.items())
-        return best, f"{why}it rounds the fewest stored values for certain ({counts})", solved[best]
+        return (
+            best,
+            f"{why}it rounds the fewest stored values for certain ({counts}; of equals the first)",
+            solved[best],
+        )
 
     def tensor_plans(
         self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]
@@ -218,14 +246,19 @@ class _Planner:
         carried = {tensor.name for tensor in self.match.carried}
         planned: list[TensorPlan] = []
         unknown: dict[str, str] = {}
+        unfit = Faults()
         for tensor in tensors:
             if tensor.name in carried:
                 planned.append(TensorPlan(tensor, (tensor.name,), tensor.name, tensor.dtype))
             elif item := matched.get(tensor.name):
                 try:
                     planned.append(builder.tensor_plan(item, self.match, self.request.dtype))
+                except UnfitTypeError as error:
+                    unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:
                     unknown.update({axis: tensor.name for axis in error.axes if axis not in unknown})
+        if unfit.texts:
+            raise WidenError(*unfit.texts)
         if unknown:
             raise WidenError(self.needs(unknown))
         return tuple(planned)
@@ -280,7 +313,7 @@ class _Planner:
                 changes.append(ConfigChange(key, None, f"{scale} of what it was", exactness))
                 continue
             old = self.config.get(key, self.architecture.defaults.get(key))
-            if not isinstance(old, int | float) or isinstance(old, bool):
+            if not _is_number(old):
                 raise WidenError(
                     f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed; "
                     f"its norms' epsilon has to be scaled by {scale}"
@@ -299,6 +332,23 @@ class _Planner:
             if key in self.config and self.config.get(key) != name
         ]
 
+    def assumptions(self) -> list[str]:
+        """What was taken on the user's word: no shape can tell it."""
+        settings = ", ".join(f"{key} = {value}" for key, value in self.request.settings.items())
+        return [f"taken from --set: {settings}"] if settings else []
+
+    def wide_output(self, scales: dict[str, Any]) -> list[str]:
+        """How a bare model's hidden states come out; heads undo it."""
+        space = self.architecture.output
+        if space is None or space not in scales:
+            return []
+        copies = self.spaces.factor(space)
+        if copies == 1 and scales[space].is_one:
+            return []
+        return [
+            f"hidden states, where they are the output, stand {copies}x side by side (x0 x0 x1 x1), times {scales[space]}"
+        ]
+
     def warn(self) -> None:
         odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
         plain = [tensor for tensor in self.match.carried if tensor not in odd]
@@ -314,6 +364,13 @@ class _Planner:
                 self.warnings.append(
                     f"{self.file}: no config says so, but '{tie.tensor}' is not stored and is taken as tied to '{tie.to}'"
                 )
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _names(tensors: Sequence[StoredHeader], limit: int = 6) -> str:

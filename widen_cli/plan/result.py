@@ -42,6 +42,14 @@ class TensorPlan:
         return tuple(dict.fromkeys(products))
 
     @property
+    def part_scales(self) -> tuple[Scale, ...]:
+        """The factor of each part of a packed tensor, in stored order; one where there are no parts or all are alike."""
+        products = [self.scale]
+        for growth in self.growth or ():
+            products = [product * leaf for product in products for leaf in leaf_scales(growth)]
+        return tuple(products) if len(set(products)) > 1 else (products[0],)
+
+    @property
     def exactness(self) -> str:
         """`exact`, `rounds` or `depends on values`, from the factors and the types alone."""
         if self.source.dtype == self.dtype and all(scale.is_one for scale in self.scales):
@@ -77,7 +85,7 @@ class ConfigChange:
 class Plan:
     """Everything that one run will write, resolved before a byte moves.
 
-    `scales` gives s of each space, `tensors` stands in the order of the input, `warnings` are for the user.
+    `axes` are the ones a user can name; `scales` gives s of each space, `tensors` stands in the order of the input, `warnings` are for the user.
     """
 
     architecture: str
@@ -91,7 +99,14 @@ class Plan:
     sidecars: dict[str, dict[str, int]]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    axes: tuple[str, ...] = ()
     equal_pairs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def grown(self) -> str:
+        """The axes that grow, in words."""
+        grown = [f"{axis} x{self.factors[axis]}" for axis in self.axes if self.factors[axis] != 1]
+        return ", ".join(grown) or "nothing grows"
 
     @property
     def exact(self) -> bool:

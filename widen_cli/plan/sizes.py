@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from widen_cli.config import ModelConfig
-from widen_cli.errors import Faults, printable
+from widen_cli.errors import Faults, did_you_mean, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.maps import ArchitectureMap, Axis
 from widen_cli.plan.match import Match, Matched, config_lookup
@@ -80,6 +80,7 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
     for axis in sizes.architecture.axes.values():
         key = config_key(axis, sizes.config)
         if key is None:
+            _check_absent(axis, sizes, faults)
             continue
         value = sizes.config.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -89,6 +90,17 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
         sizes.told_by[axis.name] = key
     if sizes.config.present:
         _from_formulas(sizes, faults)
+
+
+def _check_absent(axis: Axis, sizes: Sizes, faults: Faults) -> None:
+    """A key that the config has under a very similar name is a slip, in the map or in the config."""
+    others = {key for other in sizes.architecture.axes.values() for key in other.keys}
+    near = {key: did_you_mean(key, sizes.config.values.keys() - others) for key in axis.keys}
+    if axis.otherwise is None and sizes.config.present and all(near.values()) and near:
+        key = next(iter(near))
+        faults.add(
+            f"{printable(sizes.config.name)}: there is no '{key}', which the map says holds {axis.name}{near[key]}"
+        )
 
 
 def _from_formulas(sizes: Sizes, faults: Faults | None = None) -> bool:

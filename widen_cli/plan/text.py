@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from widen_cli.dimensions import silent
 from widen_cli.errors import printable
 from widen_cli.plan.result import ROUNDS, ConfigChange, Plan, TensorPlan
 
 
 def plan_text(plan: Plan) -> str:
     """The plan as a table: pattern, stored shape, new shape, factor, dtype, exactness, how many; then scales and config."""
-    grown = ", ".join(f"{axis} x{factor}" for axis, factor in plan.factors.items() if factor != 1) or "nothing grows"
-    lines = [f"map {plan.architecture}: {grown}", f"scaling {plan.mode}: {plan.why}"]
+    lines = [f"map {plan.architecture}: {plan.grown}", f"scaling {plan.mode}: {plan.why}"]
     lines += [f"note: {note}" for note in plan.notes]
     lines += ["", *_columns(list(_tensor_rows(plan))), ""]
     scales = ", ".join(f"{space} {scale}" for space, scale in plan.scales.items() if not scale.is_one)
@@ -48,7 +48,10 @@ def _tensor_rows(plan: Plan) -> Iterator[list[str]]:
 
 def factor_text(tensor: TensorPlan) -> str:
     """The factors on a tensor's values, part by part where they differ."""
-    return "copied" if tensor.growth is None else "x " + " | ".join(str(scale) for scale in tensor.scales)
+    if tensor.growth is None:
+        return "copied"
+    zeros = ", copies 0" if any(silent(growth) for growth in tensor.growth) else ""
+    return "x " + " | ".join(str(scale) for scale in tensor.part_scales) + zeros
 
 
 def dtype_text(tensor: TensorPlan) -> str:
@@ -67,7 +70,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "architecture": plan.architecture,
         "scaling": plan.mode,
         "why": plan.why,
-        "factors": plan.factors,
+        "factors": {axis: plan.factors[axis] for axis in plan.axes},
         "scales": {space: {"text": str(scale), "value": float(scale)} for space, scale in plan.scales.items()},
         "function_exact": True,
         "bit_exact": _bit_exact(plan),
@@ -94,7 +97,8 @@ def _tensor_json(tensor: TensorPlan) -> dict[str, Any]:
         "pattern": tensor.pattern,
         "shape": list(tensor.source.shape),
         "new_shape": list(tensor.shape),
-        "factors": [{"text": str(scale), "value": float(scale)} for scale in tensor.scales],
+        "factors": [{"text": str(scale), "value": float(scale)} for scale in tensor.part_scales],
+        "copies_are_zero": any(silent(growth) for growth in tensor.growth or ()),
         "dtype": tensor.source.dtype.name,
         "new_dtype": tensor.dtype.name,
         "exactness": tensor.exactness,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from widen_cli.dimensions import Copies, Growth, Laid
 from widen_cli.dtypes import DType
+from widen_cli.errors import printable
 from widen_cli.plan.laws import width_power
 from widen_cli.plan.match import Match, Matched
 from widen_cli.plan.result import TensorPlan
@@ -23,6 +24,10 @@ class UnknownSizeError(Exception):
         self.axes = axes
 
 
+class UnfitTypeError(Exception):
+    """A weight in a type that holds no numbers to scale; the text says so."""
+
+
 class TreeBuilder:
     """Makes tensor plans; `silent` are the spaces of which only the first copies are read."""
 
@@ -33,7 +38,10 @@ class TreeBuilder:
         self.silent = silent
 
     def tensor_plan(self, item: Matched, match: Match, dtype: DType | None) -> TensorPlan:
-        """The plan of a matched tensor. Raises UnknownSizeError where a size is needed that nothing tells."""
+        """The plan of a matched tensor.
+
+        Raises UnknownSizeError where a size is needed that nothing tells, UnfitTypeError for integers and the like.
+        """
         rule, tensor = item.rule, item.tensor
         growth = tuple(
             self.dimension(dimension, size) for dimension, size in zip(rule.shape.dimensions, tensor.shape, strict=True)
@@ -41,8 +49,12 @@ class TreeBuilder:
         multiplier = ONE if rule.times is None else width_power(rule.times.tree, self.factor)
         target = dtype if dtype is not None and tensor.dtype.kind == "float" else tensor.dtype
         scale = multiplier**-1
-        if tensor.dtype.kind != "float":
-            growth, scale = tuple(_unscaled(tree) for tree in growth), ONE
+        weight = any(dimension.role != "carried" for dimension in rule.shape.dimensions)
+        if tensor.dtype.kind == "opaque" or (weight and tensor.dtype.kind != "float"):
+            raise UnfitTypeError(
+                f"tensor '{printable(tensor.name)}' is a weight in the map and holds {tensor.dtype.name}, which cannot be "
+                "widened; use a checkpoint with floating-point weights (F64, F32, F16, BF16, F8_E4M3, F8_E5M2)"
+            )
         return TensorPlan(tensor, self.names(item), match.written(rule.pattern), target, growth, scale, rule.offset)
 
     def names(self, item: Matched) -> tuple[str, ...]:
@@ -149,9 +161,3 @@ class TreeBuilder:
 
 def _first_path(terms: tuple[Term, ...]) -> tuple[str, ...]:
     return next(paths(Product(terms)))
-
-
-def _unscaled(tree: Growth) -> Growth:
-    if isinstance(tree, Laid):
-        return Laid(tuple(_unscaled(part) for part in tree.parts))
-    return replace(tree, scale=ONE, inner=_unscaled(tree.inner) if tree.inner else None)
