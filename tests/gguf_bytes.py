@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from widen_cli.errors import WidenError
-from widen_cli.gguf_file import GgufHeader, TensorEntry, read_gguf_header
+from widen_cli.gguf.header import GgufHeader, TensorEntry, read_gguf_header
 from widen_cli.sources import FileSource, Source
 
 U32, STRING, ARRAY = 4, 8, 9

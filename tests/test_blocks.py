@@ -29,8 +29,8 @@ from widen_cli.blocks import (
     scale_blocks,
     widen_row_blocks,
 )
-from widen_cli.blocks_codes import coders
-from widen_cli.blocks_types import Plane, Trits
+from widen_cli.blocks.codes import coders
+from widen_cli.blocks.types import Plane, Trits
 from widen_cli.dimensions import Copies, Growth, Laid
 from widen_cli.scales import ONE, Scale
 

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from widen_cli.errors import WidenError
-from widen_cli.gguf_file import TensorEntry, gguf_header_bytes, padded, read_gguf_header
-from widen_cli.gguf_model import GgufModel, GgufPart, open_gguf, part_names, plan_parts
-from widen_cli.gguf_types import GGUF_TYPES
-from widen_cli.gguf_values import GgufValue, ValueType
+from widen_cli.gguf.header import TensorEntry, gguf_header_bytes, padded, read_gguf_header
+from widen_cli.gguf.model import GgufModel, GgufPart, open_gguf, part_names, plan_parts
+from widen_cli.gguf.types import GGUF_TYPES
+from widen_cli.gguf.values import GgufValue, ValueType
 from widen_cli.sources import HeldSource, PipeSource
 
 WILD = Path(__file__).parents[2] / "shared" / "wild"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from widen_cli.gguf_values import FIXED_SIZES, GgufValue, ValueType
+from widen_cli.gguf.values import FIXED_SIZES, GgufValue, ValueType
 
 # Numbers and sizes as the text of the format gives them, and the ends of each type.
 STATED = {

@@ -30,7 +30,9 @@ def test_readme_holds_the_two_commands_first() -> None:
 
 def test_first_command_installs_and_runs_the_demo(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
-    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", "*.egg-info", ".*_cache", "__pycache__"))
+    shutil.copytree(
+        ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", "*.egg-info", ".*_cache", "__pycache__")
+    )
     done = shell(BLOCKS[0], checkout)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("the wide model computes the same function")
@@ -44,7 +46,12 @@ def test_usage_block(tmp_path: Path) -> None:
     done = shell(BLOCKS[2], tmp_path)
     assert done.returncode == 0, done.stderr
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"demo/doubled/model.safetensors", "demo/mixed/config.json", "wide.safetensors", "wide.config.json"} <= written
+    assert {
+        "demo/doubled/model.safetensors",
+        "demo/mixed/config.json",
+        "wide.safetensors",
+        "wide.config.json",
+    } <= written
     assert {"wide/model.safetensors", "wide/config.json", "piped.safetensors"} <= written
     assert (tmp_path / "piped.safetensors").read_bytes() == (tmp_path / "wide.safetensors").read_bytes()
     assert json.loads((tmp_path / "demo/mixed/config.json").read_text())["intermediate_size"] == 240

@@ -23,19 +23,26 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_every_map(wheel: Path) -> None:
-    inside = {name.split("/")[-1] for name in zipfile.ZipFile(wheel).namelist() if name.startswith("widen_cli/configs/")}
+    inside = {
+        name.split("/")[-1] for name in zipfile.ZipFile(wheel).namelist() if name.startswith("widen_cli/configs/")
+    }
     assert inside == {path.name for path in (ROOT / "configs").glob("*.yaml")}
 
 
 def test_installed_wheel_finds_its_maps_and_widens(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)], check=True
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)],
+        check=True,
     )
     environment = {**os.environ, "PYTHONPATH": str(target)}
     for arguments in (["maps", "llama"], ["demo", "kept"], ["kept/narrow", "again"]):
         done = subprocess.run(
-            [sys.executable, "-m", "widen_cli", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+            [sys.executable, "-m", "widen_cli", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
     where = "import widen_cli; print(widen_cli.__file__)"

@@ -85,7 +85,8 @@ class ConfigChange:
 class Plan:
     """Everything that one run will write, resolved before a byte moves.
 
-    `axes` are the ones a user can name; `scales` gives s of each space, `tensors` stands in the order of the input, `warnings` are for the user.
+    `axes` are the ones a user can name; `scales` gives s of each space; `tensors` stands in the order of the input;
+    `warnings` are for the user.
     """
 
     architecture: str

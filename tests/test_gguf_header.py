@@ -21,8 +21,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf_bytes import array, entries, faults, gguf, pair, source, tensor, text, u32
 
 from widen_cli.errors import WidenError
-from widen_cli.gguf_cursor import HEADER_LIMIT, NESTED_LIMIT, STRINGS_LIMIT
-from widen_cli.gguf_file import (
+from widen_cli.gguf.cursor import HEADER_LIMIT, NESTED_LIMIT, STRINGS_LIMIT
+from widen_cli.gguf.header import (
     KEY_COUNT_LIMIT,
     TENSOR_COUNT_LIMIT,
     GgufHeader,
@@ -31,8 +31,8 @@ from widen_cli.gguf_file import (
     padded,
     read_gguf_header,
 )
-from widen_cli.gguf_types import GGUF_TYPES, REMOVED_TYPES, TYPE_NUMBERS
-from widen_cli.gguf_values import FIXED_SIZES, GgufValue, ValueType
+from widen_cli.gguf.types import GGUF_TYPES, REMOVED_TYPES, TYPE_NUMBERS
+from widen_cli.gguf.values import FIXED_SIZES, GgufValue, ValueType
 from widen_cli.safetensors_file import AGAIN
 from widen_cli.sources import FileSource, PipeSource
 
@@ -477,7 +477,7 @@ READ_BOUNDED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 from widen_cli.errors import WidenError
-from widen_cli.gguf_file import read_gguf_header
+from widen_cli.gguf.header import read_gguf_header
 from widen_cli.sources import FileSource, PipeSource
 for path in sys.argv[1:]:
     for source in (FileSource(path, "x"), PipeSource(open(path, "rb"), "x")):

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from widen_cli.errors import WidenError
-from widen_cli.gguf_cursor import HeaderCursor
-from widen_cli.gguf_types import REMOVED_TYPES, TYPE_NUMBERS, GgufType
-from widen_cli.gguf_values import GgufValue, ValueType
+from widen_cli.gguf.cursor import HeaderCursor
+from widen_cli.gguf.types import REMOVED_TYPES, TYPE_NUMBERS, GgufType
+from widen_cli.gguf.values import GgufValue, ValueType
 from widen_cli.safetensors_file import AGAIN, FAULT_LIMIT, shown
 from widen_cli.sources import PipeSource, Source
 

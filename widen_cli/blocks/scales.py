@@ -8,8 +8,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from widen_cli.blocks_codes import Field
-from widen_cli.blocks_types import BlockLayoutError, BlockType, ScaleField
+from widen_cli.blocks.codes import Field
+from widen_cli.blocks.types import BlockLayoutError, BlockType, ScaleField
 from widen_cli.dtypes import STORED
 from widen_cli.scales import Scale
 from widen_cli.transform import Cast, Counts

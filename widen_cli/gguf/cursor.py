@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 from widen_cli.errors import WidenError, printable
-from widen_cli.gguf_values import FIXED_SIZES, GgufValue, ValueType
+from widen_cli.gguf.values import FIXED_SIZES, GgufValue, ValueType
 from widen_cli.safetensors_file import AGAIN
 from widen_cli.sources import PIECE, Source
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from widen_cli.blocks_layout import Move
-from widen_cli.blocks_types import BlockType, Codes, Plane, Trits
+from widen_cli.blocks.layout import Move
+from widen_cli.blocks.types import BlockType, Codes, Plane, Trits
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from widen_cli.blocks_types import BlockLayoutError, BlockType
+from widen_cli.blocks.types import BlockLayoutError, BlockType
 from widen_cli.dimensions import Growth, Laid, Run, runs
 
 Numbers = npt.NDArray[np.int64]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from widen_cli.errors import WidenError, printable
-from widen_cli.gguf_file import (
+from widen_cli.gguf.header import (
     ALIGNMENT_KEY,
     DEFAULT_ALIGNMENT,
     GgufHeader,
@@ -24,7 +24,7 @@ from widen_cli.gguf_file import (
     read_gguf_header,
     stated_alignment,
 )
-from widen_cli.gguf_values import GgufValue, ValueType
+from widen_cli.gguf.values import GgufValue, ValueType
 from widen_cli.hf_directory import plan_shards
 from widen_cli.safetensors_file import shown
 from widen_cli.sources import FileSource, Source

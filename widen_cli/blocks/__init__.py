@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from widen_cli.blocks_codes import Coder, Field, coders
-from widen_cli.blocks_layout import RowLayout, can_widen, row_layout
-from widen_cli.blocks_scales import can_scale, scale_blocks
-from widen_cli.blocks_types import BLOCK_TYPES, BlockLayoutError, BlockType, block_type
+from widen_cli.blocks.codes import Coder, Field, coders
+from widen_cli.blocks.layout import RowLayout, can_widen, row_layout
+from widen_cli.blocks.scales import can_scale, scale_blocks
+from widen_cli.blocks.types import BLOCK_TYPES, BlockLayoutError, BlockType, block_type
 from widen_cli.dimensions import Growth
 
 __all__ = [
