@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from widen_cli.checkpoint import Checkpoint, check_settings, choose_map, open_checkpoint
-from widen_cli.config import ModelConfig, parse_settings, read_json
+from widen_cli.companions import companions_of
+from widen_cli.config import ModelConfig, parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.hf_directory import index_bytes, parse_size, plan_shards, shard_names
@@ -117,7 +117,7 @@ def prepare(options: Options) -> Job:
             raise WidenError(*checkpoint.faults)
         plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
         _check_equal(checkpoint, plan)
-        companions = _companions(options, checkpoint, plan)
+        companions = companions_of(checkpoint, options.input, options.output, plan.sidecars)
         shards = _shards(plan, checkpoint, shard_limit if directory else None)
         with doubts.collecting():
             _check_space(options, shards)
@@ -319,34 +319,6 @@ def _write_directory(job: Job, stream: TensorStream, counts: dict[str, Counts], 
 def _write_bytes(folder: DirectoryOutput, name: str, data: bytes) -> None:
     with folder.open(name, len(data)) as output:
         output.write_at(0, data)
-
-
-def _companions(options: Options, checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
-    """What lies beside the weights: files to copy, and sidecars that state a width with the new one.
-
-    An output folder inside the input's is no part of the model.
-    """
-    if checkpoint.directory is None:
-        return {}
-    source, output = Path(options.input), Path(os.path.realpath(options.output.rstrip("/")))
-    found: dict[str, Path | bytes] = {}
-    for relative in checkpoint.directory.companions:
-        name = relative.as_posix()
-        if Path(os.path.realpath(source / relative)).is_relative_to(output):
-            continue
-        grown = next((keys for pattern, keys in plan.sidecars.items() if fnmatchcase(name, pattern)), None)
-        found[name] = source / relative if grown is None else _grown_sidecar(source / relative, grown)
-    return found
-
-
-def _grown_sidecar(path: Path, grown: dict[str, int]) -> bytes:
-    values = read_json(path, "a sidecar config")
-    if not isinstance(values, dict):
-        raise WidenError(
-            f"{printable(str(path))}: a sidecar config is a JSON object, this is a {type(values).__name__}"
-        )
-    widths = {key: values[key] * factor for key, factor in grown.items() if isinstance(values.get(key), int)}
-    return ModelConfig({**values, **widths}, str(path)).to_bytes()
 
 
 def _write_shard(

@@ -226,6 +226,18 @@ def _absent(rule: TensorRule, match: Match, counts: dict[str, int], heads: dict[
     return [name for name in expected if name not in stored]
 
 
+def surplus_layers(architecture: ArchitectureMap, match: Match, config: ModelConfig) -> list[str]:
+    """The stored layers (or experts) that are not among those the config counts, by their names up to the number."""
+    surplus: dict[str, None] = {}
+    for pattern, number in _counts(architecture, match, config_lookup(architecture, config)).items():
+        head = re.compile(name_pattern(match.written(pattern)).pattern + r"(?=\.|$)")
+        for item in match.matched:
+            hit = head.match(item.tensor.name)
+            if hit and not (_NUMBER.fullmatch(hit.groups()[-1]) and int(hit.groups()[-1]) < number):
+                surplus[hit[0]] = None
+    return list(surplus)
+
+
 def report_strangers(faults: Faults, file: str, architecture: ArchitectureMap, match: Match, limit: int = 8) -> None:
     """Adds a fault for each weight that no rule names, telling what is known of its kind."""
     names = [tensor.name for tensor in match.strangers]

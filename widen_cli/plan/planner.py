@@ -21,6 +21,7 @@ from widen_cli.plan.match import (
     match_tensors,
     missing_tensors,
     report_strangers,
+    surplus_layers,
 )
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange, Plan, TensorPlan
@@ -355,6 +356,9 @@ class _Planner:
         for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):
             if tensors:
                 self.warnings.append(f"{self.file}: not in the map, copied unchanged ({what}): {_names(tensors)}")
+        if surplus := surplus_layers(self.architecture, self.match, self.config):
+            shown = ", ".join(printable(name) for name in surplus[:6]) + (" ..." if len(surplus) > 6 else "")
+            self.warnings.append(f"{self.file}: more than the config counts, widened all the same: {shown}")
         if self.match.dropped:
             self.warnings.append(
                 f"{self.file}: buffers that are computed anew when the model loads, left out: {_names(self.match.dropped)}"

@@ -1,0 +1,59 @@
+"""What lies beside the weights of a Hugging Face directory and goes along with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from widen_cli.checkpoint import Checkpoint
+from widen_cli.config import ModelConfig, read_json
+from widen_cli.errors import Faults, WidenError, printable
+
+
+def companions_of(
+    checkpoint: Checkpoint, given: str, output: str, sidecars: Mapping[str, Mapping[str, int]]
+) -> dict[str, Path | bytes]:
+    """What lies beside the weights: files to copy, and sidecars that state a width with the new one.
+
+    `sidecars` gives for a file pattern the factors of the widths it states. An output folder inside the input's is no part
+    of the model. Raises WidenError for what would not fit the wide model.
+    """
+    if checkpoint.directory is None:
+        return {}
+    source, target = Path(given), Path(os.path.realpath(output.rstrip("/")))
+    _refuse_weighted_modules(source)
+    found: dict[str, Path | bytes] = {}
+    for relative in checkpoint.directory.companions:
+        name = relative.as_posix()
+        if Path(os.path.realpath(source / relative)).is_relative_to(target):
+            continue
+        grown = next((keys for pattern, keys in sidecars.items() if fnmatchcase(name, pattern)), None)
+        found[name] = source / relative if grown is None else _grown_sidecar(source / relative, grown)
+    return found
+
+
+def _refuse_weighted_modules(folder: Path) -> None:
+    """A sentence-transformers module with weights of its own (Dense) reads what grows, and would not fit any more."""
+    if not (folder / "modules.json").is_file():
+        return
+    modules = read_json(folder / "modules.json", "a list of modules")
+    paths = [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
+    with Faults() as faults:
+        for path in [str(path) for path in paths if path]:
+            if any((folder / path).glob("*.safetensors")) or any((folder / path).glob("pytorch_model.bin")):
+                faults.add(
+                    f"{printable(str(folder / path))}: a module of sentence-transformers whose own weights read the model's "
+                    "output, which grows; only the transformer is widened: take the module out of modules.json first"
+                )
+
+
+def _grown_sidecar(path: Path, grown: Mapping[str, int]) -> bytes:
+    values = read_json(path, "a sidecar config")
+    if not isinstance(values, dict):
+        raise WidenError(
+            f"{printable(str(path))}: a sidecar config is a JSON object, this is a {type(values).__name__}"
+        )
+    widths = {key: values[key] * factor for key, factor in grown.items() if isinstance(values.get(key), int)}
+    return ModelConfig({**values, **widths}, str(path)).to_bytes()
