@@ -14,9 +14,11 @@ from typing import Any
 
 from widen_cli.config import ModelConfig, read_config
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
+from widen_cli.gguf.checkpoint import gguf_architecture, metadata_config, stored_tensors
+from widen_cli.gguf.model import GgufModel, open_gguf
 from widen_cli.hf_directory import HfDirectory, open_directory
 from widen_cli.map_file import map_names
-from widen_cli.maps import ArchitectureMap, catalog_map, load_map, map_for_model_type
+from widen_cli.maps import ArchitectureMap, catalog_map, load_map, map_for_gguf, map_for_model_type
 from widen_cli.plan.match import match_tensors, missing_tensors
 from widen_cli.safetensors_file import StoredTensor, read_header
 from widen_cli.sources import FileSource, PipeSource, Source
@@ -27,8 +29,9 @@ class Checkpoint:
     """An opened model: its tensors' headers in the order of their bytes, its config, and what lies beside it.
 
     `config` holds what `--set` adds to `found_config`.
-    `directory` is None for a single file or a pipe; `files` are the inputs that no output may touch. `faults` are those of
-    shards that cannot be read; with them the model can be looked at and not widened.
+    `gguf` is the model of a GGUF file, whose metadata is its config. `directory` is None for a single file or a pipe;
+    `files` are the inputs that no output may touch. `faults` are those of shards that cannot be read; with them the model
+    can be looked at and not widened.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     warnings: tuple[str, ...]
     faults: tuple[str, ...] = ()
+    gguf: GgufModel | None = None
 
     @property
     def sequential(self) -> bool:
@@ -57,6 +61,8 @@ class Checkpoint:
                 source.expect_end()
 
     def close(self) -> None:
+        if self.gguf is not None:
+            self.gguf.close()
         for source in self.sources():
             source.close()
 
@@ -70,6 +76,8 @@ def open_checkpoint(
     beside it. Raises WidenError with every fault found.
     """
     path = Path(given)
+    if given.endswith(".gguf"):
+        return _open_gguf(path, given, settings, strip_prefix)
     directory: HfDirectory | None = None
     with Faults() as faults:
         config_path = Path(config_option) if config_option else None
@@ -108,6 +116,15 @@ def open_checkpoint(
     tensors = _stripped(tensors, strip_prefix, name) if strip_prefix else tensors
     warnings, unreadable = (directory.warnings, directory.faults) if directory else ((), ())
     return Checkpoint(name, tensors, metadata, config, found, config_path, directory, files, warnings, unreadable)
+
+
+def _open_gguf(path: Path, given: str, settings: dict[str, Any], strip_prefix: str | None) -> Checkpoint:
+    model = open_gguf(path)
+    found = metadata_config(model, printable(given))
+    tensors = stored_tensors(model)
+    tensors = _stripped(tensors, strip_prefix, given) if strip_prefix else tensors
+    config = found.with_values(settings)
+    return Checkpoint(given, tensors, {}, config, found, None, None, model.files, model.warnings, gguf=model)
 
 
 def _source(given: str) -> Source:
@@ -177,6 +194,8 @@ def choose_map(checkpoint: Checkpoint, option: str | None) -> ArchitectureMap:
             if option.endswith((".yaml", ".yml")) or Path(option).is_file()
             else catalog_map(option)
         )
+    if checkpoint.gguf is not None:
+        return _map_of_gguf(checkpoint, checkpoint.gguf)
     model_type = checkpoint.config.get("model_type")
     if isinstance(model_type, str):
         found = map_for_model_type(model_type)
@@ -184,6 +203,18 @@ def choose_map(checkpoint: Checkpoint, option: str | None) -> ArchitectureMap:
             raise WidenError(_unknown_type(checkpoint, model_type))
         return found
     return _map_by_names(checkpoint)
+
+
+def _map_of_gguf(checkpoint: Checkpoint, model: GgufModel) -> ArchitectureMap:
+    architecture = gguf_architecture(model, printable(checkpoint.name))
+    found = map_for_gguf(architecture)
+    if found is None:
+        known = [name.removesuffix(".gguf") for name in map_names() if name.endswith(".gguf")]
+        raise WidenError(
+            f"{printable(checkpoint.name)}: general.architecture '{printable(architecture)}' has no map"
+            f"{did_you_mean(architecture, known)}; `widen-ckpt maps` lists those there are, and --map takes one of your own"
+        )
+    return found
 
 
 def _unknown_type(checkpoint: Checkpoint, model_type: str) -> str:
@@ -202,7 +233,7 @@ def _unknown_type(checkpoint: Checkpoint, model_type: str) -> str:
 def _map_by_names(checkpoint: Checkpoint) -> ArchitectureMap:
     """The map under which no weight is unknown and the fewest are missing; of equals the first by name."""
     best: tuple[tuple[int, int], ArchitectureMap] | None = None
-    for name in map_names():
+    for name in (name for name in map_names() if not name.endswith(".gguf")):
         architecture = catalog_map(name)
         match = match_tensors(architecture, checkpoint.tensors, checkpoint.config)
         if match.matched:

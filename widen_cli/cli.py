@@ -192,10 +192,15 @@ def _readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.
 @click.option(
     "--max-shard-size",
     callback=_readable(parse_size),
-    default="5GB",
-    show_default=True,
     metavar="SIZE",
-    help="Largest file in an output directory.",
+    help="Largest file of an output directory, 5GB by default; of a GGUF, one file by default.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["auto", "interleave", "tile"]),
+    default="auto",
+    show_default=True,
+    help="Where copies go: side by side, or an axis as a whole after itself. Quantised blocks may need the latter.",
 )
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads that read, widen and write.  [default: the cores, up to 4]"

@@ -25,7 +25,12 @@ class ModelConfig:
         self.present = present
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value at a dotted key, or the default where any part of the way is absent."""
+        """The value at a dotted key, or the default where any part of the way is absent.
+
+        A key that is there with its dots, as GGUF's are, counts as it stands.
+        """
+        if key in self.values:
+            return self.values[key]
         value: Any = self.values
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -40,7 +45,7 @@ class ModelConfig:
         """A copy with dotted keys set; keys keep their place, new ones come last."""
         changed = copy.deepcopy(self.values)
         for key, value in values.items():
-            *path, last = key.split(".")
+            *path, last = [key] if key in changed else key.split(".")
             inner = changed
             for part in path:
                 inner = inner.setdefault(part, {})

@@ -13,6 +13,8 @@ from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.gguf.checkpoint import changed_metadata, tensor_type
+from widen_cli.gguf.model import plan_parts
 from widen_cli.hf_directory import index_bytes, parse_size, plan_shards, shard_names
 from widen_cli.output_checks import check_output, check_space, is_stream
 from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
@@ -24,6 +26,7 @@ from widen_cli.stream import BLOCK_BYTES, Target, TensorStream
 from widen_cli.transform import Counts
 
 INDEX = "model.safetensors.index.json"
+SHARD_SIZE = "5GB"
 Progress = Callable[[int], None]
 
 
@@ -42,7 +45,8 @@ class Options:
     settings: tuple[str, ...] = ()
     config_out: str | None = None
     strip_prefix: str | None = None
-    max_shard_size: str = "5GB"
+    max_shard_size: str | None = None
+    layout: str = "auto"
     force: bool = False
     dry_run: bool = False
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
@@ -50,12 +54,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to be written: its tensors with their offsets, its header and its whole size."""
+    """A file to be written: its tensors with their offsets, its header, where zeros fill gaps, and its whole size."""
 
     name: str
     tensors: tuple[tuple[TensorPlan, str, int], ...]
     header: bytes
     nbytes: int
+    gaps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def prepare(options: Options) -> Job:
     """
     directory = options.output.endswith("/") or (options.input != "-" and os.path.isdir(options.input))
     with ExitStack() as refused, Faults() as faults:
-        request, shard_limit = _request(options), parse_size(options.max_shard_size)
+        request, shard_limit = _request(options), parse_size(options.max_shard_size or SHARD_SIZE)
         checkpoint = _opened(options, faults)
         refused.callback(checkpoint.close)
         config_target = _config_target(options, checkpoint, directory)
@@ -118,7 +123,11 @@ def prepare(options: Options) -> Job:
         plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
         _check_equal(checkpoint, plan)
         companions = companions_of(checkpoint, options.input, options.output, plan.sidecars)
-        shards = _shards(plan, checkpoint, shard_limit if directory else None)
+        shards = (
+            _gguf_shards(plan, checkpoint, options)
+            if checkpoint.gguf
+            else _shards(plan, checkpoint, shard_limit if directory else None)
+        )
         with doubts.collecting():
             _check_space(options, shards)
         if not faults.texts:
@@ -168,7 +177,7 @@ def _unsaved(
     plan: Plan, checkpoint: Checkpoint, config_target: str | None, options: Options, directory: bool
 ) -> tuple[str, ...]:
     """A warning where the changed config goes nowhere."""
-    if directory or config_target is not None or not plan.config or not checkpoint.config.present:
+    if checkpoint.gguf or directory or config_target is not None or not plan.config or not checkpoint.config.present:
         return ()
     changes = ", ".join(f"{change.key} = {change.new}" for change in plan.config)
     return (
@@ -190,7 +199,7 @@ def _request(options: Options) -> PlanRequest:
     factor = options.factor if options.factor is not None or grow else 2
     dtype = STORED[options.dtype] if options.dtype else None
     name = "standard input" if options.input == "-" else options.input
-    return PlanRequest(name, factor, grow, options.scaling, dtype, parse_settings(options.settings))
+    return PlanRequest(name, factor, grow, options.scaling, dtype, parse_settings(options.settings), options.layout)
 
 
 def _check_equal(checkpoint: Checkpoint, plan: Plan) -> None:
@@ -230,7 +239,13 @@ def _config_target(options: Options, checkpoint: Checkpoint, directory: bool) ->
     """Where the config goes on its own: None where there is none, or where it goes into the output folder."""
     if options.config_out:
         return options.config_out if checkpoint.config.present else None
-    if not checkpoint.config.present or directory or is_stream(options.output) or not Path(options.output).name:
+    if (
+        checkpoint.gguf
+        or not checkpoint.config.present
+        or directory
+        or is_stream(options.output)
+        or not Path(options.output).name
+    ):
         return None
     return str(Path(options.output).with_name(f"{Path(options.output).stem}.config.json"))
 
@@ -255,6 +270,21 @@ def _shards(plan: Plan, checkpoint: Checkpoint, limit: int | None) -> tuple[Shar
     return tuple(shards)
 
 
+def _gguf_shards(plan: Plan, checkpoint: Checkpoint, options: Options) -> tuple[Shard, ...]:
+    """One file, or numbered parts where --max-shard-size asks for them."""
+    assert checkpoint.gguf is not None
+    name = printable(checkpoint.name)
+    values = changed_metadata(checkpoint.gguf, name, [(change.key, change.new) for change in plan.config])
+    written = [(tensor, name) for tensor in plan.tensors for name in tensor.names]
+    entries = [(name, tensor_type(tensor.dtype), tensor.shape) for tensor, name in written]
+    limit = parse_size(options.max_shard_size) if options.max_shard_size is not None else None
+    shards = []
+    for part in plan_parts(values, entries, Path(options.output).name, limit):
+        placed = tuple((*written[number], offset) for number, offset in zip(part.tensors, part.offsets, strict=True))
+        shards.append(Shard(part.name, placed, part.header, part.nbytes, part.gaps))
+    return tuple(shards)
+
+
 def run(job: Job, progress: Progress) -> Report:
     """Carries a job out. Nothing stands at the target before all of it is written; raises WidenError when the system refuses."""
     counts: dict[str, Counts] = {}
@@ -271,18 +301,20 @@ def run(job: Job, progress: Progress) -> Report:
 
 
 def _write_file(job: Job, stream: TensorStream, counts: dict[str, Counts], progress: Progress) -> None:
-    (shard,) = job.shards
     with ExitStack() as stack:
         # The config is entered first, so it is renamed last: weights alone are seen to be alone, a config alone misleads.
         _open_config(job, stack)
         if is_stream(job.options.output):
+            (shard,) = job.shards
             with StreamOutput(job.options.output) as output:
                 _write_shard(job, shard, output, stream, counts, progress, forward_only=True)
                 job.checkpoint.read_to_end()
-        else:
-            with FileOutput(job.options.output, shard.nbytes, job.options.force) as output:
-                _write_shard(job, shard, output, stream, counts, progress, forward_only=False)
-                job.checkpoint.read_to_end()
+            return
+        for shard in job.shards:
+            target = Path(job.options.output).with_name(shard.name) if len(job.shards) > 1 else job.options.output
+            file = stack.enter_context(FileOutput(target, shard.nbytes, job.options.force))
+            _write_shard(job, shard, file, stream, counts, progress, forward_only=False)
+        job.checkpoint.read_to_end()
 
 
 def _open_config(job: Job, stack: ExitStack) -> None:
@@ -331,6 +363,7 @@ def _write_shard(
     forward_only: bool,
 ) -> None:
     output.write_at(0, shard.header)
+    gaps = dict(zip((name for _, name, _ in shard.tensors), shard.gaps, strict=True)) if shard.gaps else {}
     hashing = _tied_digests(job)
     stored = {
         tensor.name: replace(tensor, source=hashing.get(tensor.name, tensor.source))
@@ -346,6 +379,9 @@ def _write_shard(
         if name == tensor.names[0]:
             counts[tensor.source.name] = counted
         progress(tensor.dtype.nbytes(tensor.shape))
+        if shard.gaps:
+            where, zeros = gaps[name]
+            output.write_at(where, bytes(zeros))
     for head, table in job.plan.equal_pairs if hashing else ():
         if hashing[head].digest() != hashing[table].digest():
             raise _unequal(job.checkpoint, head, table)

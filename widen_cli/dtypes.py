@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +17,27 @@ class DType:
 
     `name` is the safetensors name, `bits` the size of one element, `numpy` the array type that
     views the stored bytes (None where an element is no whole byte or numpy has no such type),
-    `kind` one of `float`, `integer`, `opaque`. Opaque elements can only be carried unchanged.
+    `kind` one of `float`, `integer`, `opaque`, `blocks`. Opaque elements can only be carried unchanged. Of quantised
+    blocks `block` elements of a row share `block_bytes` bytes, and `bits` is what an element takes, rounded down.
     """
 
     name: str
     bits: int
     kind: str
     numpy: np.dtype[Any] | None = None
+    block: int = 1
+    block_bytes: int = 0
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Stored bytes of a tensor of this type, in Python integers, so no product can wrap.
 
-        Raises ValueError when the elements do not fill whole bytes.
+        Raises ValueError when the elements do not fill whole bytes, or the rows whole blocks.
         """
+        if self.kind == "blocks":
+            *outer, row = shape
+            if row % self.block:
+                raise ValueError(f"rows of {row} are no whole number of blocks of {self.block}")
+            return math.prod(outer) * (row // self.block) * self.block_bytes
         bits = self.bits
         for size in shape:
             bits *= size

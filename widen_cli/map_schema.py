@@ -17,6 +17,7 @@ class _Section(BaseModel):
 
 class MatchSection(_Section):
     model_type: list[str] = []
+    gguf: list[str] = []
 
 
 class AxisSection(_Section):

@@ -103,6 +103,7 @@ class ArchitectureMap:
     architecture: str
     file: str
     model_types: tuple[str, ...]
+    gguf_architectures: tuple[str, ...]
     prefixes: dict[str, tuple[str, ...]]
     synonyms: dict[str, str]
     repeats: dict[str, tuple[str, ...]]
@@ -198,6 +199,7 @@ class _Compiler:
                 architecture=document.architecture,
                 file=self.shown,
                 model_types=tuple(document.match.model_type),
+                gguf_architectures=tuple(document.match.gguf),
                 prefixes={prefix: tuple(others) for prefix, others in document.prefixes.items()},
                 synonyms=document.synonyms,
                 repeats={
@@ -381,6 +383,12 @@ class _Compiler:
 def catalog_map(name: str) -> ArchitectureMap:
     """A map that comes with the tool. Raises WidenError with a near miss for an unknown name."""
     return load_map(known_path(name))
+
+
+def map_for_gguf(architecture: str) -> ArchitectureMap | None:
+    """The map whose `match` names a GGUF file's `general.architecture`, or None."""
+    maps = (catalog_map(name) for name in map_names() if name.endswith(".gguf"))
+    return next((found for found in maps if architecture in found.gguf_architectures), None)
 
 
 def map_for_model_type(model_type: str) -> ArchitectureMap | None:

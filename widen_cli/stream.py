@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from widen_cli.dimensions import Copies, Growth, Run, nested, runs
+from widen_cli.blocks import block_type, scale_blocks, widen_row_blocks
+from widen_cli.dimensions import Copies, Growth, Run, leaf_scales, nested, runs
 from widen_cli.dtypes import DType
 from widen_cli.plan.result import TensorPlan
+from widen_cli.scales import Scale
 from widen_cli.transform import Cast, Counts, widened_rows
 
 BLOCK_BYTES = 4 << 20  # of output; small enough for the caches, large enough that a system call costs nothing beside it
@@ -88,7 +91,7 @@ def layout(plan: TensorPlan) -> Layout:
     dimensions = plan.growth or ()
     if len(dimensions) < 2:
         return Layout(Copies(1), dimensions, plan.source.dtype, plan.dtype)
-    leading = 1
+    leading = len(dimensions) - 1 if plan.source.dtype.kind == "blocks" else 1
     while (
         leading < len(dimensions) - 1
         and plan.source.dtype.nbytes(tuple(g.old for g in dimensions[leading:])) > ROW_BYTES
@@ -186,15 +189,22 @@ class _Work:
         row = self.layout.old_bytes
         return self.stored.source.read(self.stored.offset + start * row, (stop - start) * row)
 
+    def widened(self, data: bytes | memoryview, run: Run, counts: Counts) -> npt.NDArray[Any]:
+        """A block's rows with their trailing dimensions widened, [n, ...]."""
+        scale = run.scale * self.plan.scale
+        if self.layout.source.kind == "blocks":
+            return _widened_blocks(data, self.layout, scale, counts)
+        rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
+        cast = Cast(self.layout.source, self.layout.target, self.plan.offset)
+        return widened_rows(rows, self.layout.trailing, scale, cast, counts)
+
     def block(self, block: Block) -> Counts:
         return self.widen(block, self.read(block.run.start, block.run.stop))
 
     def widen(self, block: Block, data: bytes | memoryview) -> Counts:
         """Widens a block's rows and writes them to every target."""
         counts, run = Counts(), block.run
-        rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
-        cast = Cast(self.layout.source, self.layout.target, self.plan.offset)
-        wide = widened_rows(rows, self.layout.trailing, run.scale * self.plan.scale, cast, counts)
+        wide = self.widened(data, run, counts)
         if run.zero:
             wide = np.zeros_like(wide)
         if run.each > 1:
@@ -205,6 +215,18 @@ class _Work:
         for target in self.targets:
             target.writer.write_at(target.offset + block.row * self.layout.new_bytes, data_out)
         return Counts() if run.again else counts
+
+
+def _widened_blocks(data: bytes | memoryview, shape: Layout, scale: Scale, counts: Counts) -> npt.NDArray[Any]:
+    """Rows of quantised blocks, [n, row bytes], with their last dimension widened and their block scales multiplied."""
+    (growth,) = shape.trailing
+    kind = block_type(shape.source.name)
+    rows = np.frombuffer(data, np.uint8).reshape(-1, shape.old_bytes)
+    scale = scale * next(leaf_scales(growth))
+    if not scale.is_one:
+        rows, scaled = scale_blocks(rows, kind, scale)
+        counts.add(scaled)
+    return widen_row_blocks(rows, kind, growth)
 
 
 def _copy(stored: StoredBytes, targets: Sequence[Target]) -> None:

@@ -27,7 +27,7 @@ from widen_cli.plan.modes import MODES
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange, Plan, TensorPlan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import SpaceScales
-from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
+from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError, block_reasons
 from widen_cli.scales import ContradictionError
 
 
@@ -41,6 +41,7 @@ class PlanRequest:
     scaling: str = "auto"
     dtype: DType | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    layout: str = "auto"
 
 
 def make_plan(
@@ -159,10 +160,12 @@ class _Planner:
         self.file = printable(request.file)
         self.spaces = SpaceScales(architecture, match, growth.factors, config)
         self.warnings: list[str] = []
+        self.notes: list[str] = []
+        self.layout = "tile" if request.layout == "tile" else "interleave"
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
         mode, why, scales = self.choose_mode()
-        planned = self.tensor_plans(tensors, mode, scales)
+        planned = self.laid_out(tensors, mode, scales)
         config = self.size_changes() + self.epsilon_changes(scales) + self.dtype_change()
         self.warn()
         if not self.config.present and config:
@@ -184,7 +187,7 @@ class _Planner:
             dropped=tuple(tensor.name for tensor in self.match.dropped),
             config=tuple(config),
             sidecars=sidecars,
-            notes=(*self.growth.notes, *self.assumptions(), *self.wide_output(scales)),
+            notes=(*self.growth.notes, *self.notes, *self.assumptions(), *self.wide_output(scales)),
             warnings=tuple(self.warnings),
             axes=tuple(
                 name
@@ -193,6 +196,25 @@ class _Planner:
             ),
             equal_pairs=self.spaces.stored_ties(),
         )
+
+    def laid_out(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> tuple[TensorPlan, ...]:
+        """The tensors' plans in the layout asked for; by itself the interleaved one, and tiled where blocks do not allow that.
+
+        Raises WidenError with every tensor whose blocks cannot be widened so.
+        """
+        planned = self.tensor_plans(tensors, mode, scales)
+        reasons = block_reasons(planned)
+        if reasons and self.request.layout == "auto":
+            self.layout = "tile"
+            self.notes.append(f"layout tile ([x, x] and not x0 x0 x1 x1), because {reasons[0]}")
+            heads = {self.growth.factors[axis] for axis in self.architecture.growth.heads}
+            if len(heads) > 1:
+                raise WidenError(f"{self.file}: {reasons[0]}; tiled, heads and kv_heads have to grow by one factor")
+            planned = self.tensor_plans(tensors, mode, scales)
+            reasons = block_reasons(planned)
+        if reasons:
+            raise WidenError(*(f"{self.file}: {reason}" for reason in reasons[:MISSING_SHOWN]))
+        return planned
 
     def choose_mode(self) -> tuple[str, str, dict[str, Any]]:
         if self.request.scaling != "auto":
@@ -215,18 +237,22 @@ class _Planner:
         return self.fewest_rounded(why)
 
     def fewest_rounded(self, why: str) -> tuple[str, str, dict[str, Any]]:
-        """The function-exact mode under which the fewest stored values are rounded, by header facts alone."""
+        """The function-exact mode under which the fewest stored values are rounded, by header facts alone.
+
+        Of quantised blocks, those whose scales shrink may be: they are often subnormal halves.
+        """
         rounded: dict[str, int] = {}
         solved: dict[str, dict[str, Any]] = {}
         reasons: list[str] = []
-        for name in ("copy", "sum", "quiet"):
+        blocks = any(item.tensor.dtype.kind == "blocks" for item in self.match.matched)
+        for name in ("sum", "quiet", "copy") if blocks else ("copy", "sum", "quiet"):
             try:
                 solved[name] = self.spaces.solve(MODES[name])
             except ContradictionError as error:
                 reasons = reasons or error.equations
                 continue
             planned = self.tensor_plans([item.tensor for item in self.match.matched], name, solved[name])
-            rounded[name] = sum(math.prod(tensor.source.shape) for tensor in planned if tensor.exactness == ROUNDS)
+            rounded[name] = sum(math.prod(tensor.source.shape) for tensor in planned if tensor.may_round)
         if not rounded:
             raise WidenError(
                 f"{self.file}: no scaling keeps the function of this checkpoint, because {_listed(reasons)}"
@@ -242,7 +268,7 @@ class _Planner:
     def tensor_plans(
         self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]
     ) -> tuple[TensorPlan, ...]:
-        builder = TreeBuilder(self.sizes, self.growth.factors, scales, self.spaces.silent(MODES[mode]))
+        builder = TreeBuilder(self.sizes, self.growth.factors, scales, self.spaces.silent(MODES[mode]), self.layout)
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         planned: list[TensorPlan] = []
@@ -278,22 +304,15 @@ class _Planner:
         changes = []
         wide = _wide_sizes(self.sizes, self.growth.factors)
         for name, axis in self.architecture.axes.items():
-            if (
-                not axis.keys
-                or name not in self.sizes.known
-                or not (self.config.present or self.growth.factors[name] > 1)
-            ):
+            grows = self.growth.factors[name] != 1
+            if not axis.keys or name not in self.sizes.known or not (self.config.present or grows):
                 continue
             new = wide.known[name]
             held = [key for key in axis.keys if self.config.get(key) is not None]
-            for key in held:
-                if self.growth.factors[name] != 1:
-                    changes.append(ConfigChange(key, self.config.get(key), new, EXACT))
-            if (
-                not held
-                and not self.follows(axis.otherwise, wide, new)
-                and self.growth.factors != dict.fromkeys(self.growth.factors, 1)
-            ):
+            for key in held if grows else ():
+                old = self.config.get(key)
+                changes.append(ConfigChange(key, old, [new] * len(old) if isinstance(old, list) else new, EXACT))
+            if not held and (grows or axis.otherwise) and not self.follows(axis.otherwise, wide, new):
                 changes.append(ConfigChange(axis.keys[0], None, new, EXACT))
         return changes
 

@@ -50,12 +50,20 @@ class TensorPlan:
         return tuple(products) if len(set(products)) > 1 else (products[0],)
 
     @property
+    def may_round(self) -> bool:
+        """Whether values are rounded for certain, or block scales shrink, which their small type often does not hold."""
+        shrinks = any(float(scale) < 1 for scale in self.scales)
+        return self.exactness == ROUNDS or (self.dtype.kind == "blocks" and shrinks)
+
+    @property
     def exactness(self) -> str:
         """`exact`, `rounds` or `depends on values`, from the factors and the types alone."""
         if self.source.dtype == self.dtype and all(scale.is_one for scale in self.scales):
             return EXACT
         if self.offset or not all(scale.is_power_of_two for scale in self.scales):
             return ROUNDS
+        if self.dtype.kind == "blocks":
+            return DEPENDS
         if not _holds(self.dtype, self.source.dtype):
             return ROUNDS
         narrow = self.dtype.bits < 16 or self.dtype.name == "F16"

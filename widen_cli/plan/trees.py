@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from widen_cli.dimensions import Copies, Growth, Laid
+from widen_cli.blocks import block_type, can_scale, can_widen
+from widen_cli.dimensions import Copies, Growth, Laid, leaf_scales
 from widen_cli.dtypes import DType
 from widen_cli.errors import printable
 from widen_cli.plan.laws import width_power
@@ -29,9 +31,20 @@ class UnfitTypeError(Exception):
 
 
 class TreeBuilder:
-    """Makes tensor plans; `silent` are the spaces of which only the first copies are read."""
+    """Makes tensor plans; `silent` are the spaces of which only the first copies are read.
 
-    def __init__(self, sizes: Sizes, factors: dict[str, int], scales: dict[str, Scale], silent: frozenset[str]) -> None:
+    `layout` is `interleave`, copies side by side, or `tile`, an axis as a whole after itself.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        factors: dict[str, int],
+        scales: dict[str, Scale],
+        silent: frozenset[str],
+        layout: str = "interleave",
+    ) -> None:
+        self.tiled = layout == "tile"
         self.sizes = sizes
         self.factors = factors
         self.scales = scales
@@ -50,7 +63,7 @@ class TreeBuilder:
         target = dtype if dtype is not None and tensor.dtype.kind == "float" else tensor.dtype
         scale = multiplier**-1
         weight = any(dimension.role != "carried" for dimension in rule.shape.dimensions)
-        if tensor.dtype.kind == "opaque" or (weight and tensor.dtype.kind != "float"):
+        if tensor.dtype.kind == "opaque" or (weight and tensor.dtype.kind == "integer"):
             raise UnfitTypeError(
                 f"tensor '{printable(tensor.name)}' is a weight in the map and holds {tensor.dtype.name}, which cannot be "
                 "widened; use a checkpoint with floating-point weights (F64, F32, F16, BF16, F8_E4M3, F8_E5M2)"
@@ -71,7 +84,8 @@ class TreeBuilder:
         return 1 if axis is None else self.factors[axis.name]
 
     def dimension(self, dimension: Dimension, stored: int) -> Growth:
-        return self.tree((dimension.term,), (), dimension.role, stored)
+        tree = self.tree((dimension.term,), (), dimension.role, stored)
+        return tiled(tree) if self.tiled else tree
 
     def tree(self, terms: tuple[Term, ...], before: tuple[str, ...], role: str, total: int | None) -> Growth:
         """The tree of the product of `terms`, which covers `total` old positions; `before` are the names outside of it."""
@@ -161,3 +175,31 @@ class TreeBuilder:
 
 def _first_path(terms: tuple[Term, ...]) -> tuple[str, ...]:
     return next(paths(Product(terms)))
+
+
+def tiled(tree: Growth) -> Growth:
+    """The same growth with every axis laid as a whole after itself: [x0 x1 x0 x1] for [x0 x0 x1 x1]."""
+    if isinstance(tree, Laid):
+        return Laid(tuple(tiled(part) for part in tree.parts))
+    inner = tiled(tree.inner) if tree.inner else None
+    if tree.copies == 1:
+        return replace(tree, inner=inner)
+    return Copies(1, tree.copies, tree.first_only, ONE, Copies(tree.size, 1, False, tree.scale, inner))
+
+
+def block_reasons(planned: Iterable[TensorPlan]) -> list[str]:
+    """Why tensors of quantised blocks cannot be written as planned; by sizes alone."""
+    reasons = []
+    for plan in planned:
+        if plan.dtype.kind != "blocks" or not plan.growth:
+            continue
+        kind, row = block_type(plan.dtype.name), plan.growth[-1]
+        reason = can_widen(kind, row)
+        factors = {plan.scale * leaf for leaf in leaf_scales(row)}
+        if reason is None and len(factors) > 1:
+            reason = f"{plan.dtype.name}: a row's blocks cannot take several factors"
+        for scale in plan.scales if reason is None else ():
+            reason = reason or can_scale(kind, scale)
+        if reason is not None:
+            reasons.append(f"tensor '{printable(plan.source.name)}': {reason}")
+    return reasons

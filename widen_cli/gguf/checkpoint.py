@@ -1,0 +1,69 @@
+"""A GGUF model as the planner and the engine see it: tensors with element types, and its metadata as a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from widen_cli.config import ModelConfig
+from widen_cli.dtypes import STORED, DType
+from widen_cli.errors import WidenError
+from widen_cli.gguf.model import GgufModel
+from widen_cli.gguf.types import GGUF_TYPES, GgufType
+from widen_cli.gguf.values import GgufValue, ValueType
+from widen_cli.safetensors_file import StoredTensor
+
+ARCHITECTURE = "general.architecture"
+
+
+def element_type(kind: GgufType) -> DType:
+    """The element type of a tensor type; quantised blocks have one of kind `blocks`."""
+    if kind.name in STORED:
+        return STORED[kind.name]
+    bits = 8 * kind.nbytes_per_block // kind.block
+    return DType(kind.name, bits, "blocks", None, kind.block, kind.nbytes_per_block)
+
+
+def tensor_type(dtype: DType) -> GgufType:
+    """The tensor type of an element type."""
+    return GGUF_TYPES[dtype.name]
+
+
+def stored_tensors(model: GgufModel) -> tuple[StoredTensor, ...]:
+    """The tensors of all parts, in the order of their data."""
+    return tuple(
+        StoredTensor(tensor.name, element_type(tensor.type), tensor.shape, tensor.offset, tensor.nbytes, tensor.source)
+        for tensor in model.header.tensors
+    )
+
+
+def gguf_architecture(model: GgufModel, name: str) -> str:
+    """The `general.architecture`; WidenError where there is none."""
+    value = model.header.values.get(ARCHITECTURE)
+    if value is None or not isinstance(value.value, str):
+        raise WidenError(f"{name}: no {ARCHITECTURE} says what model this is; is it a vocabulary or an adapter?")
+    return value.value
+
+
+def metadata_config(model: GgufModel, name: str) -> ModelConfig:
+    """The metadata as a config: keys of the architecture without its name in front. The tokenizer is left out."""
+    prefix = gguf_architecture(model, name) + "."
+    values: dict[str, Any] = {
+        key.removeprefix(prefix): value.value
+        for key, value in model.header.values.items()
+        if key.startswith((prefix, "general."))
+    }
+    return ModelConfig(values, name)
+
+
+def changed_metadata(model: GgufModel, name: str, changes: Iterable[tuple[str, Any]]) -> dict[str, GgufValue]:
+    """The metadata with changed or added values, each in the type that it has; everything else verbatim and in order."""
+    prefix = gguf_architecture(model, name) + "."
+    values = dict(model.header.values)
+    for key, new in changes:
+        full = key if key.startswith("general.") else prefix + key
+        if full in values:
+            values[full] = values[full].like(new)
+        else:
+            values[full] = GgufValue.of(ValueType.F32 if isinstance(new, float) else ValueType.U32, new)
+    return values
