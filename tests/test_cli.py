@@ -10,8 +10,10 @@ import resource
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -180,14 +182,44 @@ def test_no_arguments(tmp_path: Path) -> None:
         ["in.safetensors", "out.safetensors", "--scaling", "best"],
         ["in.safetensors", "out.safetensors", "--dtype", "I8"],
         ["in.safetensors", "-", "--json"],
+        ["in.safetensors", "out.safetensors", "--grow", ""],
+        ["in.safetensors", "out.safetensors", "--grow", "hidden"],
+        ["in.safetensors", "out.safetensors", "--grow", "hidden=2,hidden=3"],
+        ["in.safetensors", "out.safetensors", "--set", "nothing"],
+        ["in.safetensors", "out.safetensors", "--set", "vocab_size=16", "--set", "=3"],
+        ["in.safetensors", "out.safetensors", "--max-shard-size", "5XB"],
+        ["missing.safetensors", "out.safetensors", "--max-shard-size", ""],
     ],
 )
 def test_wrong_usage(folder: Path, arguments: list[str]) -> None:
+    """Also where the text of an option cannot be read, and whatever else is wrong; a dry run is no excuse."""
     before = state(folder)
-    done = widen(folder, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Usage: widen-ckpt convert ")
+    for dry in [], ["--dry-run"]:
+        if dry and arguments in (["in.safetensors"], ["in.safetensors", "-", "--json"]):
+            continue  # of these two only the real run is wrong
+        done = widen(folder, *arguments, *dry)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("Usage: widen-ckpt convert ")
+        assert len(done.stderr.splitlines()) <= 4
     assert state(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        (
+            "--grow",
+            "",
+            "--grow : '' is no axis=factor with a whole factor from 1 to 65536; write for example hidden=2,",
+        ),
+        ("--set", "nothing", "--set nothing: expected key=value, such as --set num_attention_heads=12"),
+        ("--max-shard-size", "5XB", "--max-shard-size '5XB': is no size; write for example 5GB, "),
+    ],
+)
+def test_wrong_usage_says_what_was_expected(folder: Path, option: str, text: str, message: str) -> None:
+    done = widen(folder, "in.safetensors", "out.safetensors", option, text)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"Error: {message}")
 
 
 def test_glob_slip(tmp_path: Path) -> None:
@@ -280,12 +312,12 @@ def test_quiet_does_not_hide_a_refusal(folder: Path) -> None:
 
 
 def on_terminal(
-    cwd: Path, *arguments: str, stdout: bool = False, env: Mapping[str, str] | None = None
+    cwd: Path, *arguments: str, stdout: bool = False, env: Mapping[str, str] | None = None, stdin: Any = None
 ) -> tuple[int, str]:
     """The exit code and what a terminal shows that is the run's stderr (and stdout, if `stdout`)."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=cwd, env=environment(**(env or {})), stdin=subprocess.DEVNULL,
+        [*COMMAND, *arguments], cwd=cwd, env=environment(**(env or {})), stdin=stdin or subprocess.DEVNULL,
         stdout=theirs if stdout else subprocess.PIPE, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
@@ -344,7 +376,12 @@ def test_json_of_a_dry_run(folder: Path) -> None:
 def test_standard_output(folder: Path, wide: bytes) -> None:
     done = widen(folder, "in.safetensors", "-", text=False)
     assert (done.returncode, done.stdout) == (0, wide)
-    assert done.stderr.decode().startswith("standard output: llama, ")
+    warning, summary = done.stderr.decode().splitlines()
+    assert warning == (
+        "warning: in.safetensors: the new config is not written; whatever loads the result needs hidden_size = 16, "
+        "intermediate_size = 24, num_attention_heads = 4, num_key_value_heads = 2; --config-out FILE writes it"
+    )
+    assert summary.startswith("standard output: llama, ")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "in.safetensors"]
 
 
@@ -352,6 +389,71 @@ def test_the_config_of_a_pipe_goes_where_it_is_told(folder: Path) -> None:
     done = widen(folder, "in.safetensors", "-", "--config-out", "new.json", text=False)
     assert done.returncode == 0
     assert json.loads((folder / "new.json").read_text())["hidden_size"] == 16
+    (summary,) = done.stderr.decode().splitlines()
+    assert summary.startswith("standard output: llama, ")
+
+
+def test_a_config_that_goes_nowhere_is_told_in_pipes_of_names_too(folder: Path, wide: bytes) -> None:
+    done = shell(folder, "mkfifo p; cat p > o & widen in.safetensors p; wait")
+    assert "warning: in.safetensors: the new config is not written; " in done.stderr
+    assert (folder / "o").read_bytes() == wide
+    assert "warning" not in widen(folder, "-qq", "in.safetensors", "-", text=False).stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("script", "word"),
+    [("widen - out.safetensors <&-", "standard input: is closed"), ("widen in.safetensors - >&-", "closed")],
+    ids=["stdin", "stdout"],
+)
+def test_a_closed_stream_is_told_in_one_line(folder: Path, script: str, word: str) -> None:
+    before = state(folder)
+    done = shell(folder, script)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert word in line
+    assert state(folder) == before
+
+
+def test_closed_streams_that_are_not_needed(folder: Path, wide: bytes) -> None:
+    """A cron job may have none of them; what is opened must not slip into the place of a standard stream."""
+    done = shell(folder, "widen in.safetensors out.safetensors <&- >&-")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("out.safetensors: llama, ")
+    again = shell(folder, "widen in.safetensors again.safetensors <&- >&- 2>&-")
+    assert (done.returncode, again.returncode, again.stderr) == (0, 0, "")
+    assert (folder / "out.safetensors").read_bytes() == (folder / "again.safetensors").read_bytes() == wide
+
+
+@pytest.fixture
+def tied(folder: Path) -> Path:
+    """The folder with a config that ties the stored head to an embedding of other values."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    return folder
+
+
+@pytest.mark.parametrize("out", ["out.safetensors", "out/"])
+def test_tied_weights_that_differ_are_refused_also_in_a_pipe(tied: Path, out: str) -> None:
+    """There it is known only at the end, and nothing may be left then."""
+    before = state(tied)
+    told = (
+        "the config ties 'lm_head.weight' to 'model.embed_tokens.weight', but their values differ, and loaders disagree on "
+        "which counts; remove 'lm_head.weight', or say --set tie_word_embeddings=false\n"
+    )
+    piped = shell(tied, f"cat in.safetensors | widen --config config.json - {out}")
+    assert (piped.returncode, piped.stdout, piped.stderr) == (1, "", f"standard input: {told}")
+    direct = widen(tied, "in.safetensors", out)
+    assert (direct.returncode, direct.stderr) == (1, f"in.safetensors: {told}")
+    assert state(tied) == before
+    assert {path.name for path in tied.iterdir()} == set(before)
+
+
+def test_tied_weights_that_are_equal_pass_through_a_pipe(tied: Path) -> None:
+    tensors = llama()
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, tied / "in.safetensors")
+    assert widen(tied, "in.safetensors", "out.safetensors").returncode == 0
+    piped = shell(tied, "cat in.safetensors | widen --config config.json - piped.safetensors")
+    assert piped.returncode == 0
+    assert (tied / "piped.safetensors").read_bytes() == (tied / "out.safetensors").read_bytes()
 
 
 def test_a_terminal_is_no_place_for_a_model(folder: Path) -> None:
@@ -449,6 +551,91 @@ def test_a_directory_is_never_its_own_output(model: Path) -> None:
         done = widen(model.parent, "model", out, "--force")
         assert done.returncode == 1
         assert state(model) == before
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("in.safetensors", "in.safetensors: is the input in.safetensors "),
+        ("config.json", "config.json: is the input config.json "),
+        ("hard", "hard: is the input in.safetensors "),
+        ("link", "link: is the input config.json "),
+        ("out.safetensors", "--config-out out.safetensors: is where the weights go"),
+        ("./out.safetensors", "--config-out ./out.safetensors: is where the weights go"),
+        ("to out", "--config-out to out: is where the weights go"),
+    ],
+)
+def test_the_config_hits_no_input_and_not_the_weights(folder: Path, target: str, told: str) -> None:
+    (folder / "hard").hardlink_to(folder / "in.safetensors")
+    (folder / "link").symlink_to("config.json")
+    (folder / "to out").symlink_to("out.safetensors")
+    before = state(folder)
+    done = widen(folder, "in.safetensors", "out.safetensors", "--force", "--config-out", target)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(told)
+    assert state(folder) == before
+
+
+def test_weights_and_config_do_not_go_down_one_pipe(folder: Path) -> None:
+    done = widen(folder, "in.safetensors", "-", "--config-out", "-", text=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"--config-out -: is where the weights go" in done.stderr
+
+
+def test_a_config_of_a_folder_hits_no_file_of_it(model: Path) -> None:
+    before = state(model)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        done = widen(model.parent, "model", "out", "--force", "--config-out", f"model/{name}")
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"model/{name}: is the input model")
+    assert state(model) == before
+    assert not (model.parent / "out").exists()
+
+
+def test_a_config_goes_through_a_fifo(folder: Path) -> None:
+    done = shell(folder, "mkfifo p; cat p > c & widen in.safetensors out.safetensors --force --config-out p; wait")
+    assert done.stderr.startswith("out.safetensors: llama, ")
+    assert (folder / "p").is_fifo()
+    assert json.loads((folder / "c").read_text())["hidden_size"] == 16
+    assert not (folder / "out.config.json").exists()
+
+
+def null_device(path: Path) -> bool:
+    """Makes a device that swallows everything, where that is allowed and such a device can be opened."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        os.close(os.open(path, os.O_WRONLY))
+    except PermissionError:
+        return False
+    return True
+
+
+def check_devices(folder: Path) -> None:
+    """With --force too a device is written to and stays, never /dev/null itself in a test."""
+    null_device(folder / "null")
+    for arguments in (["null", "--config-out", "c.json"], ["out.safetensors", "--config-out", "null"], ["null"]):
+        assert widen(folder, "in.safetensors", *arguments, "--force").returncode == 0
+        assert (folder / "null").is_char_device()
+    assert widen(folder, "in.safetensors", "null/", "--force").returncode == 1
+    assert (folder / "null").is_char_device()
+    assert json.loads((folder / "c.json").read_text())["hidden_size"] == 16
+
+
+# Where no device can be made nothing is collected, so that there are no skipped tests.
+test_a_device_stays_a_device: Callable[..., None] | None = None
+with tempfile.TemporaryDirectory() as trial:
+    if null_device(Path(trial, "null")):
+        test_a_device_stays_a_device = check_devices
+
+
+def test_an_output_inside_the_input_does_not_nest(model: Path) -> None:
+    before = state(model)
+    assert widen(model.parent, "model", "model/wide").returncode == 0
+    once = content(model / "wide")
+    assert sorted(once) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert widen(model.parent, "model", "model/wide", "--force").returncode == 0
+    assert content(model / "wide") == once
+    assert {name: found for name, found in state(model).items() if not name.startswith("wide/")} == before
 
 
 def test_a_full_folder_needs_force(model: Path) -> None:
@@ -552,7 +739,7 @@ def test_the_mode_of_a_replaced_file_stays(folder: Path) -> None:
 
 # Signals. A run that reads a pipe which has stopped flowing is in the middle of its work for as long as wanted.
 
-SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 
 
 @pytest.fixture
@@ -632,6 +819,44 @@ def test_a_signal_at_any_moment(folder: Path, number: int, code: int) -> None:
             assert content(folder) == complete
 
 
+def test_a_run_under_nohup_goes_on(folder: Path, stalled: Callable[..., subprocess.Popen[bytes]], wide: bytes) -> None:
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does before it starts a command
+    try:
+        process = stalled("--config", "config.json", "-", "out.safetensors")
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    before = {"in.safetensors", "config.json"}
+    wait_for(lambda: {path.name for path in folder.iterdir()} > before)
+    process.send_signal(signal.SIGHUP)
+    process.communicate((folder / "in.safetensors").read_bytes()[-100:], timeout=20)
+    assert process.returncode == 0
+    assert (folder / "out.safetensors").read_bytes() == wide
+
+
+def test_of_two_runs_at_once_one_wins(
+    folder: Path, stalled: Callable[..., subprocess.Popen[bytes]], wide: bytes
+) -> None:
+    """Both have found OUT free when they began; without --force the second may not replace what the first has written."""
+    before = {path.name for path in folder.iterdir()}
+    both = [stalled("--config", "config.json", "-", "out.safetensors") for _ in range(2)]
+    wait_for(lambda: len([path for path in folder.iterdir() if path.name.startswith(".out.safetensors.")]) == 2)
+    rest = (folder / "in.safetensors").read_bytes()[-100:]
+    shown = []
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write(rest)
+        process.stdin.close()
+        process.stdin = None
+    for process in both:
+        shown.append(process.communicate(timeout=20)[1].decode())
+    assert sorted(process.returncode for process in both) == [0, 1]
+    (loser,) = (text for text, process in zip(shown, both, strict=True) if process.returncode == 1)
+    assert loser == "out.safetensors: exists; use --force to replace it\n"
+    assert (folder / "out.safetensors").read_bytes() == wide
+    assert json.loads((folder / "out.config.json").read_text())["hidden_size"] == 16
+    assert {path.name for path in folder.iterdir()} == before | {"out.safetensors", "out.config.json"}
+
+
 # Dry runs, inputs, repeats.
 
 
@@ -649,29 +874,23 @@ def test_a_dry_run_writes_nothing(folder: Path) -> None:
     "arguments",
     [
         ["missing.safetensors", "out.safetensors"],
-        ["in.safetensors", "in.safetensors"],
-        ["in.safetensors", "nowhere/out.safetensors"],
         ["in.safetensors", "out.safetensors", "--grow", "hiden=2"],
         ["in.safetensors", "out.safetensors", "--grow", "head_dim=2"],
         ["in.safetensors", "out.safetensors", "--set", "hidden_size=12"],
-        ["in.safetensors", "out.safetensors", "--set", "nothing"],
+        ["in.safetensors", "out.safetensors", "--set", "num_atention_heads=2"],
         ["in.safetensors", "out.safetensors", "--set", "rms_norm_eps.x=1"],
         ["in.safetensors", "out.safetensors", "--map", "lama"],
         ["in.safetensors", "out.safetensors", "--map", "config.json"],
         ["in.safetensors", "out.safetensors", "--map", "none.yaml"],
         ["in.safetensors", "out.safetensors", "--config", "in.safetensors"],
         ["in.safetensors", "out.safetensors", "--config", "none.json"],
-        ["in.safetensors", "out.safetensors", "--max-shard-size", "5XB"],
         ["in.safetensors", "out.safetensors", "--strip-prefix", "x."],
-        ["in.safetensors", "out.safetensors", "--config-out", "nowhere/c.json"],
-        ["in.safetensors", "out.safetensors", "--config-out", "out.safetensors"],
-        ["in.safetensors", "out.safetensors", "--config-out", "in.safetensors", "--force"],
         ["config.json", "out.safetensors"],
         ["empty", "out"],
     ],
 )
 def test_refusals_are_the_same_dry_and_optimised(folder: Path, arguments: list[str]) -> None:
-    """--dry-run finds every fault of the real run, and `python -O` removes no check."""
+    """--dry-run finds every fault of the input and the request, and `python -O` removes no check."""
     (folder / "empty").mkdir()
     before = state(folder)
     both = start(folder, *arguments), start(folder, *arguments, "--dry-run", env={"PYTHONOPTIMIZE": "1"})
@@ -681,6 +900,103 @@ def test_refusals_are_the_same_dry_and_optimised(folder: Path, arguments: list[s
     assert 1 <= len(real.stderr.splitlines()) <= 20
     assert (other.returncode, other.stdout, other.stderr) == (1, "", real.stderr)
     assert state(folder) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["in.safetensors"],
+        ["config.json", "--force"],
+        ["nowhere/out.safetensors"],
+        ["nowhere/out/"],
+        ["there.safetensors"],
+        ["empty"],
+        ["out.safetensors", "--config-out", "nowhere/c.json"],
+        ["out.safetensors", "--config-out", "out.safetensors"],
+        ["out.safetensors", "--config-out", "in.safetensors", "--force"],
+    ],
+)
+def test_what_speaks_against_the_output_alone_does_not_stop_a_dry_run(folder: Path, arguments: list[str]) -> None:
+    """The plan is printed, with the real run's refusal as warnings."""
+    (folder / "empty").mkdir()
+    (folder / "there.safetensors").write_bytes(b"old")
+    before = state(folder)
+    plain = widen(folder, "in.safetensors", "out.safetensors", "--dry-run")
+    both = start(folder, "in.safetensors", *arguments), start(folder, "in.safetensors", *arguments, "--dry-run")
+    real, dry = map(finish, both)
+    assert (real.returncode, real.stdout) == (1, "")
+    assert real.stderr
+    assert dry.stderr == "".join(f"warning: {line}\n" for line in real.stderr.splitlines())
+    assert (dry.returncode, dry.stdout) == (0, plain.stdout)
+    assert state(folder) == before
+
+
+def test_a_limit_on_file_size_does_not_stop_a_dry_run(folder: Path) -> None:
+    done = widen(folder, "in.safetensors", "out.safetensors", "--dry-run", preexec_fn=_only_small_files)
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"warning: {folder}: a file of 6136 bytes needed, the limit is 1024; ")
+    assert done.stdout.endswith("\n6136 bytes in 1 file\n")
+
+
+def test_a_fault_of_the_input_stops_a_dry_run_whatever_the_output_is(folder: Path) -> None:
+    save_file(llama() | {"strange.weight": np.ones((3, 3), np.float32)}, folder / "in.safetensors")
+    (folder / "out.safetensors").write_bytes(b"old")
+    done = widen(folder, "in.safetensors", "out.safetensors", "--dry-run")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("in.safetensors: unknown tensor 'strange.weight' ")
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_a_dry_run_needs_no_output(folder: Path, model: Path, extra: list[str]) -> None:
+    before = state(folder)
+    plain = widen(folder, "in.safetensors", "out.safetensors", "--dry-run", *extra)
+    for given in ("in.safetensors", "model", "model/"):
+        done = widen(folder, given, "--dry-run", *extra)
+        assert (done.returncode, done.stdout, done.stderr) == (0, plain.stdout, "")
+    assert state(folder) == before
+
+
+def test_a_dry_run_of_a_pipe_needs_no_output(folder: Path) -> None:
+    """Nobody spoke of an output or its config, so there is nothing to warn of, at a terminal either."""
+    plain = widen(folder, "in.safetensors", "out.safetensors", "--dry-run").stdout
+    done = shell(folder, "cat in.safetensors | widen --config config.json - --dry-run")
+    assert (done.returncode, done.stdout, done.stderr) == (0, plain, "")
+    with (folder / "in.safetensors").open("rb") as given:
+        code, shown = on_terminal(folder, "--config", "config.json", "-", "--dry-run", stdout=True, stdin=given)
+    assert (code, shown.replace("\r\n", "\n")) == (0, plain)
+
+
+@pytest.mark.parametrize("layers", [10**6, 10**12, 10**30])
+def test_a_config_that_promises_endless_layers_is_answered_at_once(folder: Path, layers: int) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    since = time.monotonic()
+    done = widen(folder, "in.safetensors", "out.safetensors")
+    assert time.monotonic() - since < 5
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("in.safetensors: tensor 'model.layers.1.input_layernorm.weight' is missing; ")
+    assert len(done.stderr.splitlines()) <= 20
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [("num_atention_heads=2", " (did you mean 'num_attention_heads'?)"), ("zzz=1", "")],
+)
+def test_a_setting_that_nothing_reads_is_refused(folder: Path, setting: str, hint: str) -> None:
+    key = setting.partition("=")[0]
+    done = widen(folder, "in.safetensors", "out.safetensors", "--set", setting)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"--set {key}: 'llama' has no such config key{hint}; it reads ")
+    assert "num_attention_heads" in done.stderr
+    assert not (folder / "out.safetensors").exists()
+
+
+def test_a_setting_that_map_or_config_knows_is_taken(folder: Path) -> None:
+    """A key of the config that the map has no use for may be set too; it is written."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"pad_token_id": 0}))
+    settings = ["--set", "pad_token_id=3", "--set", "hidden_act=relu", "--set", "head_dim=4"]
+    assert widen(folder, "in.safetensors", "out.safetensors", *settings).returncode == 0
+    written = json.loads((folder / "out.config.json").read_text())
+    assert (written["pad_token_id"], written["hidden_act"]) == (3, "relu")
 
 
 def test_inputs_are_left_alone(folder: Path, model: Path) -> None:
@@ -732,6 +1048,33 @@ def test_all_faults_come_first_and_together(model: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     for word in (*list(shards)[1:], "strange.weight"):
         assert word in done.stderr
+    assert not (model.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "told"),
+    [
+        (None, [], "no config.json"),
+        ("{", [], "config.json:1:2: not valid JSON"),
+        ('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', [], "packed by gptq"),
+        ('{"model_type": "lama"}', [], "has no map"),
+        (json.dumps(CONFIG), ["--map", "lama"], "map 'lama'"),
+        (json.dumps(CONFIG), ["--set", "num_atention_heads=2"], "--set num_atention_heads"),
+        (json.dumps(CONFIG), ["--strip-prefix", "_orig_mod."], "model.safetensors"),
+    ],
+    ids=["no config", "broken config", "quantised", "unknown family", "unknown map", "unknown setting", "prefix"],
+)
+def test_a_damaged_shard_is_told_beside_the_other_faults(
+    model: Path, config: str | None, options: list[str], told: str
+) -> None:
+    os.truncate(model / "model.safetensors", 900)
+    (model / "config.json").unlink()
+    if config is not None:
+        (model / "config.json").write_text(config)
+    done = widen(model.parent, "model", "out", *options)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert told in done.stderr
+    assert "model/model.safetensors: the header claims " in done.stderr
     assert not (model.parent / "out").exists()
 
 

@@ -57,8 +57,18 @@ def faults(folder: Path) -> list[str]:
     return list(caught.value.faults)
 
 
+def shard_faults(folder: Path) -> tuple[list[str], list[str]]:
+    """The faults of single shards, which do not keep the folder from being looked at; and the tensors of the others."""
+    before = len(os.listdir("/proc/self/fd"))
+    found = open_directory(folder)
+    found.close()
+    assert len(os.listdir("/proc/self/fd")) == before, "a folder with faults leaves files open"
+    return list(found.faults), [tensor.name for tensor in found.tensors]
+
+
 def summary(found: HfDirectory) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
     found.close()
+    assert found.faults == ()
     return [tensor.name for tensor in found.tensors], found.shards, found.warnings
 
 
@@ -99,20 +109,43 @@ def test_several_indexes(folder: Path) -> None:
 def test_all_missing_shards_at_once(folder: Path) -> None:
     (folder / ONE).unlink()
     (folder / TWO).unlink()
-    assert faults(folder) == [f"{folder}/{s}: missing, {INDEX} names it; download it again" for s in (ONE, TWO)]
+    texts = [f"{folder}/{s}: missing, {INDEX} names it; download it again" for s in (ONE, TWO)]
+    assert shard_faults(folder) == (texts, [])
+
+
+def test_a_missing_shard_leaves_the_others_to_be_looked_at(folder: Path) -> None:
+    (folder / ONE).unlink()
+    assert shard_faults(folder) == ([f"{folder}/{ONE}: missing, {INDEX} names it; download it again"], ["c"])
+
+
+def test_a_damaged_shard_leaves_the_others_to_be_looked_at(folder: Path) -> None:
+    (folder / TWO).write_bytes(b"<html>no model</html>")
+    (text,), names = shard_faults(folder)
+    assert text.startswith(f"{folder}/{TWO}: ")
+    assert names == ["a", "b"]
+
+
+def test_faults_of_the_folder_itself_still_refuse_it(folder: Path) -> None:
+    """What is asked of the index does not hang on the shards that are there."""
+    index(folder, {"a": ONE, "b": "../b", "c": TWO})
+    (folder / ONE).unlink()
+    (text,) = faults(folder)
+    assert text.startswith(f"{folder}/{INDEX}: weight_map leads out of the folder with '../b'")
 
 
 def test_many_missing_shards_are_counted(tmp_path: Path) -> None:
     index(tmp_path, {str(n): f"m-{n:02}.safetensors" for n in range(40)})
-    texts = faults(tmp_path)
-    assert len(texts) == 11
+    texts, names = shard_faults(tmp_path)
+    assert (len(texts), names) == (11, [])
+    assert texts[0] == f"{tmp_path}/m-00.safetensors: missing, {INDEX} names it; download it again"
     assert texts[-1] == f"{tmp_path}: ... and 30 more"
 
 
 def test_all_shards_are_checked(folder: Path) -> None:
     for shard, cut in ((ONE, 5), (TWO, 7)):
         os.truncate(folder / shard, (folder / shard).stat().st_size - cut)
-    first, second = faults(folder)
+    (first, second), names = shard_faults(folder)
+    assert names == []
     assert first.startswith(f"{folder}/{ONE}: truncated: 5 bytes missing of ")
     assert second.startswith(f"{folder}/{TWO}: truncated: 7 bytes missing of ")
 
@@ -266,10 +299,11 @@ def test_dangling_links_are_named_with_their_targets(tmp_path: Path) -> None:
     for blob in blobs.iterdir():
         blob.unlink()
     tail = "which is missing; download it again or mend the link"
-    assert faults(snapshot) == [
+    texts = [
         f"{snapshot}/config.json: is a link to {blobs}/c, {tail}",
         f"{snapshot}/model.safetensors: is a link to {blobs}/w, {tail}",
     ]
+    assert shard_faults(snapshot) == (texts, [])
     (snapshot / "config.json").unlink()
     weights(blobs / "w", "a")
     text = f"{snapshot}/tokenizer.json: not copied, is a link to {blobs}/c, which is missing"
@@ -372,15 +406,8 @@ def test_parse_size_refuses(text: str) -> None:
 
 
 # What the files alone decide; in the other rows the fault is one of config or plan.
-REFUSED = {
-    "dir_missing_shard",
-    "dir_shard_truncated",
-    "dir_index_ghost_tensor",
-    "dir_index_traversal",
-    "dir_no_index_gap",
-    "dir_only_pickle",
-    "dir_hf_cache_dangling",
-}
+REFUSED = {"dir_index_ghost_tensor", "dir_index_traversal", "dir_no_index_gap", "dir_only_pickle"}
+FAULTY_SHARDS = {"dir_missing_shard", "dir_shard_truncated", "dir_hf_cache_dangling"}
 
 
 def _wild_rows() -> list[tuple[str, str, str]]:
@@ -389,9 +416,8 @@ def _wild_rows() -> list[tuple[str, str, str]]:
     with open(WILD / "EXPECT.tsv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file, delimiter="\t") if row["file"].startswith("dir_")]
     kinds = {"error": "sound", "ok": "sound", "warn": "warn"}
-    return [
-        (r["file"], "refused" if r["file"].split("/")[0] in REFUSED else kinds[r["must"]], r["mention"]) for r in rows
-    ]
+    special = dict.fromkeys(REFUSED, "refused") | dict.fromkeys(FAULTY_SHARDS, "faulty shards")
+    return [(r["file"], special.get(r["file"].split("/")[0], kinds[r["must"]]), r["mention"]) for r in rows]
 
 
 def _with_links(source: Path, copy: Path) -> None:
@@ -413,6 +439,9 @@ def check_wild(tmp_path: Path, file: str, kind: str, mention: str) -> None:
     _with_links(WILD / "files" / top, tmp_path / top)
     if kind == "refused":
         assert mention in "\n".join(faults(tmp_path / file))
+        return
+    if kind == "faulty shards":
+        assert mention in "\n".join(shard_faults(tmp_path / file)[0])
         return
     _, _, warnings = summary(open_directory(tmp_path / file))
     assert kind == "sound" or mention in "\n".join(warnings)

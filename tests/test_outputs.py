@@ -684,9 +684,13 @@ def test_interrupt_by_signal_removes_everything(tmp_path: Path) -> None:
 
 
 def test_without_force_a_file_that_came_in_between_stays(tmp_path: Path) -> None:
-    with pytest.raises(WidenError) as caught, FileOutput(tmp_path / "o") as output:
-        output.write_at(0, b"late")
-        (tmp_path / "o").write_bytes(b"early")
+    def work() -> None:
+        with FileOutput(tmp_path / "o") as output:
+            output.write_at(0, b"late")
+            (tmp_path / "o").write_bytes(b"early")
+
+    with pytest.raises(WidenError) as caught:
+        work()
     assert caught.value.faults == (f"{tmp_path / 'o'}: exists; use --force to replace it",)
     assert (tmp_path / "o").read_bytes() == b"early"
     assert os.listdir(tmp_path) == ["o"]

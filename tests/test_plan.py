@@ -159,13 +159,24 @@ def test_rotary_attention_grows_by_heads(dtype: str, factor: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "attention"), [("F64", "head_dim"), ("F32", "head_dim"), ("BF16", "heads"), ("F16", "heads")]
+    ("dtype", "to", "attention"),
+    [
+        ("F64", None, "head_dim"),
+        ("F32", None, "head_dim"),
+        ("BF16", None, "heads"),
+        ("F16", None, "heads"),
+        ("F32", "BF16", "heads"),
+        ("F64", "F16", "heads"),
+        ("BF16", "F32", "head_dim"),
+        ("F8_E4M3", "F64", "head_dim"),
+    ],
 )
 def test_attention_without_rotary_positions_grows_by_head_size_unless_that_would_round(
-    dtype: str, attention: str
+    dtype: str, to: str | None, attention: str
 ) -> None:
-    """The head size's factor 2^(-1/4) is no number of a half-precision type."""
-    assert grown(planned(gpt2(), GPT2, factor=2, dtype=dtype)) == {"hidden": 2, "intermediate": 2, attention: 2}
+    """The head size's factor 2^(-1/4) is no number of a half-precision type; the type that is written counts."""
+    plan = planned(gpt2(), GPT2, factor=2, dtype=dtype, to=to)
+    assert grown(plan) == {"hidden": 2, "intermediate": 2, attention: 2}
 
 
 @pytest.mark.parametrize(
@@ -189,16 +200,16 @@ BOTH = {"hidden": 4, "heads": 2, "head_dim": 2}
 @pytest.mark.parametrize(
     ("grow", "float32", "bfloat16", "note"),
     [
-        ("hidden=2", HEAD_SIZE, HEADS, "{} grows 2x with what it is tied to"),
-        ("heads=2", HEADS, HEADS, "hidden grows 2x with what it is tied to"),
-        ("head_dim=2", HEAD_SIZE, HEAD_SIZE, "hidden grows 2x with what it is tied to"),
+        ("hidden=2", HEAD_SIZE, HEADS, "{} grows 2x, since head_dim = hidden / heads"),
+        ("heads=2", HEADS, HEADS, "hidden grows 2x, since head_dim = hidden / heads"),
+        ("head_dim=2", HEAD_SIZE, HEAD_SIZE, "hidden grows 2x, since head_dim = hidden / heads"),
         ("hidden=2,heads=2", HEADS, HEADS, None),
-        ("hidden=2,heads=1", HEAD_SIZE, HEAD_SIZE, "head_dim grows 2x with what it is tied to"),
+        ("hidden=2,heads=1", HEAD_SIZE, HEAD_SIZE, "head_dim grows 2x, since head_dim = hidden / heads"),
         ("hidden=2,head_dim=2", HEAD_SIZE, HEAD_SIZE, None),
-        ("hidden=2,head_dim=1", HEADS, HEADS, "heads grows 2x with what it is tied to"),
-        ("hidden=4,heads=2", BOTH, BOTH, "head_dim grows 2x with what it is tied to"),
-        ("hidden=4,head_dim=2", BOTH, BOTH, "heads grows 2x with what it is tied to"),
-        ("heads=2,head_dim=2", BOTH, BOTH, "hidden grows 4x with what it is tied to"),
+        ("hidden=2,head_dim=1", HEADS, HEADS, "heads grows 2x, since head_dim = hidden / heads"),
+        ("hidden=4,heads=2", BOTH, BOTH, "head_dim grows 2x, since head_dim = hidden / heads"),
+        ("hidden=4,head_dim=2", BOTH, BOTH, "heads grows 2x, since head_dim = hidden / heads"),
+        ("heads=2,head_dim=2", BOTH, BOTH, "hidden grows 4x, since head_dim = hidden / heads"),
         ("hidden=4,heads=2,head_dim=2", BOTH, BOTH, None),
         ("intermediate=3", {"intermediate": 3}, {"intermediate": 3}, None),
         ("hidden=1,intermediate=3", {"intermediate": 3}, {"intermediate": 3}, None),
@@ -210,7 +221,8 @@ def test_hidden_is_heads_times_head_size(
     for dtype, expected in (("F32", float32), ("BF16", bfloat16)):
         plan = planned(gpt2(), GPT2, grow, dtype=dtype)
         assert grown(plan) == expected
-        assert plan.notes == ((note.format("head_dim" if dtype == "F32" else "heads"),) if note else ())
+        ties = [text for text in plan.notes if not text.startswith("hidden states")]
+        assert ties == ([note.format("head_dim" if dtype == "F32" else "heads")] if note else [])
 
 
 @pytest.mark.parametrize(
@@ -291,6 +303,29 @@ def test_sizes_that_the_config_lacks_come_from_the_shapes() -> None:
         wanted = planned(llama(), LLAMA, factor=2)
         assert factors(plan) == factors(wanted)
         assert [tensor.growth for tensor in plan.tensors] == [tensor.growth for tensor in wanted.tensors]
+
+
+# Keys of real configs that are no slips for hidden_size, num_attention_heads and the like.
+@pytest.mark.parametrize("other", ["hidden_act", "attention_bias", "attention_dropout", "tie_word_embeddings"])
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size"])
+def test_a_key_that_is_merely_similar_is_no_slip(key: str, other: str) -> None:
+    config = {name: value for name, value in LLAMA.items() if name != key} | {other: False}
+    assert factors(planned(llama(), config, factor=2)) == factors(planned(llama(), LLAMA, factor=2))
+
+
+@pytest.mark.parametrize(
+    ("key", "slip", "axis"),
+    [
+        ("hidden_size", "hiden_size", "hidden"),
+        ("intermediate_size", "intermediatesize", "intermediate"),
+        ("num_attention_heads", "num_atention_heads", "heads"),
+    ],
+)
+def test_a_slip_in_a_key_is_told(key: str, slip: str, axis: str) -> None:
+    config = {slip if name == key else name: value for name, value in LLAMA.items()}
+    assert faults(llama(), config, factor=2) == [
+        f"in: config.json: there is no '{key}', which the map says holds {axis} (did you mean '{slip}'?)"
+    ]
 
 
 @pytest.mark.parametrize("value", ["12", 0, -3, 12.0, True, [12]])
@@ -454,6 +489,17 @@ def test_old_names_of_a_key_follow(tmp_path: Path) -> None:
         assert changes(make_plan(load_map(path), headers, config, PlanRequest("in", 2))) == changed
 
 
+def test_gpt2_takes_the_names_that_other_families_give_its_sizes() -> None:
+    """transformers reads them as aliases (attribute_map of GPT2Config)."""
+    names = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+    config = {names.get(key, key): value for key, value in GPT2.items()}
+    plan, usual = planned(gpt2(), config, factor=2), planned(gpt2(), GPT2, factor=2)
+    assert [tensor.growth for tensor in plan.tensors] == [tensor.growth for tensor in usual.tensors]
+    assert changes(plan) == {names.get(key, key): value for key, value in changes(usual).items()}
+    assert changes(planned(gpt2(), config, "hidden=2,heads=2"))["num_attention_heads"] == 6
+    assert "tensor 'transformer.h.1.ln_1.weight' is missing" in faults(gpt2(), config | {"num_hidden_layers": 2})[0]
+
+
 def test_fixed_sizes_stay_under_both_their_names() -> None:
     plan = planned(gpt2(), GPT2 | {"n_ctx": 8}, factor=2)
     assert set(changes(plan)) == {"n_embd", "layer_norm_epsilon"}
@@ -567,12 +613,55 @@ def test_a_tied_head_that_is_stored_has_the_factor_of_its_embedding() -> None:
         assert plan.equal_pairs == (("lm_head.weight", "model.embed_tokens.weight"),)
 
 
+@pytest.mark.parametrize(
+    ("architectures", "tied"),
+    [
+        (["LlamaForCausalLM"], True),
+        (["SomebodysForCausalLM"], True),
+        (["SomebodysChatModelWithAHead"], True),
+        ([], True),
+        (None, True),
+        (["LlamaModel"], False),
+        (["LlamaForSequenceClassification"], False),
+        (["LlamaForTokenClassification"], False),
+        (["LlamaForQuestionAnswering"], False),
+    ],
+)
+def test_a_missing_head_is_tied_unless_the_class_has_none(architectures: list[str] | None, tied: bool) -> None:
+    """Only for a tied head the final norm has to take what the embedding does not."""
+    config = LLAMA | {"tie_word_embeddings": True, "architectures": architectures}
+    plan = planned(llama(head=False), config, factor=2, scaling="copy")
+    assert factors(plan)["model.norm.weight"] == ("1/2" if tied else "1")
+
+
 def test_sum_scales_a_matrix_where_attention_and_feed_forward_grow_differently() -> None:
     plan = planned(llama(), LLAMA, "hidden=2,heads=2,kv_heads=2,intermediate=3", scaling="sum")
     found = {name.split(".")[-2]: factor for name, factor in factors(plan).items()}
     # The stream is 3, the larger of the two sums: o_proj = 3/2, down_proj = 3/3.
     assert (found["embed_tokens"], found["o_proj"], found["down_proj"], found["up_proj"]) == ("3", "3/2", "1", "1")
     assert changes(plan)["rms_norm_eps"] == pytest.approx(36e-3)
+
+
+def test_sum_leaves_a_stream_alone_that_does_not_grow() -> None:
+    """A bare model's output of unchanged shape has to be the old one, so the second layer is divided instead."""
+    plan = planned(llama(), LLAMA, "intermediate=3", scaling="sum")
+    assert scales(plan) == {}
+    scaled = {name.split(".")[-2] for name, factor in factors(plan).items() if factor != "1"}
+    assert scaled == {"down_proj"}
+    assert factors(plan)["model.layers.0.mlp.down_proj.weight"] == "1/3"
+    assert "rms_norm_eps" not in changes(plan)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "factor"), [("BertForTokenClassification", "1/sqrt(2)"), ("BertForSequenceClassification", "1/2")]
+)
+def test_what_a_classifier_of_bert_reads(architecture: str, factor: str) -> None:
+    """Of tokens the stream, whose scale is 1/sqrt(2), though a pooler is stored; of sequences what a tanh made."""
+    shapes = {name: shape for name, shape in bert().items() if not name.startswith("cls.")}
+    shapes |= {"bert.pooler.dense.weight": (12, 12), "bert.pooler.dense.bias": (12,)}
+    shapes |= {"classifier.weight": (5, 12), "classifier.bias": (5,)}
+    plan = planned(shapes, BERT | {"architectures": [architecture]}, "hidden=2", scaling="orthogonal")
+    assert (scales(plan)["hidden"], factors(plan)["classifier.weight"]) == ("1/sqrt(2)", factor)
 
 
 def weights(shapes: Mapping[str, tuple[int, ...]], kinds: tuple[str, ...] = ("",)) -> int:
@@ -583,7 +672,7 @@ def test_auto_takes_copy_for_bfloat16_doubled() -> None:
     plan = planned(llama(), LLAMA, factor=2, dtype="BF16")
     assert (plan.mode, plan.why) == (
         "copy",
-        "it rounds the fewest stored values for certain (copy 0, sum 0, quiet 0)",
+        "it rounds the fewest stored values for certain (copy 0, sum 0, quiet 0; of equals the first)",
     )
     assert {tensor.exactness for tensor in plan.tensors} == {"exact"}
     assert plan.exact
@@ -597,15 +686,25 @@ def test_auto_counts_what_is_rounded() -> None:
     plan = planned(shapes, LLAMA, factor=3, dtype="BF16")
     assert (plan.mode, plan.why) == (
         "quiet",
-        f"it rounds the fewest stored values for certain (copy {copied}, sum {added}, quiet {gains})",
+        f"it rounds the fewest stored values for certain (copy {copied}, sum {added}, quiet {gains}; of equals the first)",
     )
     assert not plan.exact
 
 
-@pytest.mark.parametrize("dtype", ["F32", "F64"])
-def test_auto_takes_orthogonal_for_wide_types(dtype: str) -> None:
-    plan = planned(llama(), LLAMA, factor=2, dtype=dtype)
-    assert (plan.mode, plan.why) == ("orthogonal", "32-bit weights or wider, and every law holds")
+@pytest.mark.parametrize(("dtype", "to"), [("F32", None), ("F64", None), ("BF16", "F32"), ("F16", "F64")])
+def test_auto_takes_orthogonal_where_wide_types_are_written(dtype: str, to: str | None) -> None:
+    plan = planned(llama(), LLAMA, factor=2, dtype=dtype, to=to)
+    assert (plan.mode, plan.why) == ("orthogonal", "32 bits or wider are written, and every law holds")
+
+
+@pytest.mark.parametrize(("dtype", "to"), [("F32", "BF16"), ("F64", "F16")])
+def test_auto_takes_no_roots_where_a_narrow_type_is_written(dtype: str, to: str) -> None:
+    """The cast rounds every tensor, under any mode, so the first one is taken."""
+    plan, number = planned(llama(), LLAMA, factor=2, dtype=dtype, to=to), weights(llama())
+    assert (plan.mode, plan.why) == (
+        "copy",
+        f"it rounds the fewest stored values for certain (copy {number}, sum {number}, quiet {number}; of equals the first)",
+    )
 
 
 def test_auto_without_a_config_leaves_epsilon_alone() -> None:
@@ -613,7 +712,7 @@ def test_auto_without_a_config_leaves_epsilon_alone() -> None:
     assert plan.mode == "copy"
     assert plan.why == (
         "orthogonal would change an epsilon, and there is no config to write it to; "
-        "it rounds the fewest stored values for certain (copy 0, sum 0, quiet 0)"
+        "it rounds the fewest stored values for certain (copy 0, sum 0, quiet 0; of equals the first)"
     )
     assert planned(llama(), {}, "intermediate=3", family="llama").mode == "orthogonal"
 
@@ -632,7 +731,9 @@ def test_auto_says_why_orthogonal_is_not_taken() -> None:
     plan = planned(bert(), BERT, "hidden=2")
     assert plan.mode == "copy"
     assert plan.why.startswith("orthogonal is not function-exact here, because ")
-    assert plan.why.endswith("; it rounds the fewest stored values for certain (copy 0, sum 0, quiet 0)")
+    assert plan.why.endswith(
+        "; it rounds the fewest stored values for certain (copy 0, sum 0, quiet 0; of equals the first)"
+    )
 
 
 # Words of exactness: from the types and factors alone.
@@ -682,6 +783,23 @@ def test_bit_exactness_of_the_whole(dtype: str, scaling: str, word: str) -> None
     assert plan_json(planned(llama(), LLAMA, factor=2, dtype=dtype, scaling=scaling))["bit_exact"] == word
 
 
+@pytest.mark.parametrize(
+    ("scaling", "scale"), [("orthogonal", "1/sqrt(2)"), ("copy", "1"), ("sum", "1/2"), ("quiet", "1/2")]
+)
+def test_the_scale_of_hidden_states_that_are_the_output_is_told(scaling: str, scale: str) -> None:
+    """Those of LLaMA come out of the last norm, those of BERT are the stream."""
+    text = f"hidden states, where they are the output, stand 2x side by side (x0 x0 x1 x1), times {scale}"
+    assert planned(llama(), LLAMA, factor=2, scaling=scaling).notes == (text,)
+    assert planned(llama(), LLAMA, "intermediate=3", scaling=scaling).notes == ()
+
+
+def test_what_was_taken_on_the_users_word_is_told() -> None:
+    headers = [Header(name, STORED["F32"], shape) for name, shape in llama().items()]
+    request = PlanRequest("in", grow={"intermediate": 3}, settings={"num_attention_heads": 6, "rms_norm_eps": 1e-5})
+    plan = make_plan(catalog_map("llama"), headers, ModelConfig(LLAMA, "config.json"), request)
+    assert plan.notes == ("taken from --set: num_attention_heads = 6, rms_norm_eps = 1e-05",)
+
+
 # Tensors that no rule names.
 
 
@@ -704,6 +822,32 @@ def test_integers_scalars_and_empty_tensors_are_carried_with_a_warning() -> None
     )
 
 
+@pytest.mark.parametrize("dtype", ["I8", "U8", "BOOL", "I32", "F8_E8M0", "F8_E4M3FNUZ", "C64", "F4"])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_weights_that_hold_no_numbers_to_scale_are_refused(name: str, dtype: str) -> None:
+    kinds = {other: STORED[dtype if other == name else "F32"] for other in llama()}
+    headers = [Header(other, kinds[other], shape) for other, shape in llama().items()]
+    for scaling in ("auto", "copy", "quiet"):
+        with pytest.raises(WidenError) as caught:
+            make_plan(
+                catalog_map("llama"), headers, ModelConfig(LLAMA, "config.json"), PlanRequest("in", 2, scaling=scaling)
+            )
+        assert caught.value.faults == (
+            f"in: tensor '{name}' is a weight in the map and holds {dtype}, which cannot be widened; use a checkpoint with "
+            "floating-point weights (F64, F32, F16, BF16, F8_E4M3, F8_E5M2)",
+        )
+
+
+def test_all_weights_that_hold_no_numbers_are_named() -> None:
+    headers = [
+        Header(name, STORED["I8" if "proj" in name else "F32"], shape) for name, shape in llama(layers=1).items()
+    ]
+    config = ModelConfig(LLAMA | {"num_hidden_layers": 1}, "config.json")
+    with pytest.raises(WidenError) as caught:
+        make_plan(catalog_map("llama"), headers, config, PlanRequest("in", 2))
+    assert [fault.split("'")[1] for fault in caught.value.faults] == [h.name for h in headers if "proj" in h.name]
+
+
 def test_unknown_weights_are_refused_with_the_nearest_name() -> None:
     shapes = llama() | {"model.layers.1.mlp.gate_project.weight": (10, 12), "evil\x1b[31m\n": (3,)}
     first, second = faults(shapes, LLAMA, factor=2)
@@ -715,10 +859,28 @@ def test_unknown_weights_are_refused_with_the_nearest_name() -> None:
 
 
 def test_many_unknown_weights_are_counted() -> None:
-    shapes = llama() | {f"strange.{number}": (3,) for number in range(100)}
+    shapes = llama() | {f"strange.{number}": (3,) for number in range(len(llama()))}
     found = faults(shapes, LLAMA, factor=2)
-    assert len(found) < 18
-    assert found[-1] == "in: ... and 92 more unknown tensors"
+    assert len(found) == 9
+    assert all(fault.startswith(f"in: unknown tensor 'strange.{number}'") for number, fault in enumerate(found[:8]))
+    assert found[-1] == f"in: ... and {len(llama()) - 8} more unknown tensors"
+
+
+def test_where_most_weights_are_unknown_the_family_is_another() -> None:
+    known = len(llama())
+    shapes = llama() | {f"strange.{number}": (3,) for number in range(known + 1)}
+    assert faults(shapes, LLAMA, factor=2) == [
+        f"in: {known + 1} of {2 * known + 1} tensors are none that map 'llama' knows, 'strange.0' for one; the config or the "
+        "map is that of another family"
+    ]
+
+
+def test_a_few_unknown_weights_are_named_even_where_they_are_most() -> None:
+    """A cut-out of a model: what is strange is told one by one, and what is missing too."""
+    shapes = {"model.norm.weight": (12,)} | {f"strange.{number}": (3,) for number in range(8)}
+    found = faults(shapes, LLAMA, factor=2)
+    assert [fault.split("'")[1] for fault in found if "unknown tensor" in fault] == list(shapes)[1:]
+    assert any("tensor 'model.embed_tokens.weight' is missing" in fault for fault in found)
 
 
 def test_a_foreign_prefix_is_recognised() -> None:
@@ -748,7 +910,9 @@ def checkpoint(tmp_path: Path) -> Callable[[Shapes, Config, str], Path]:
 GOLDEN_PLANS = {
     "llama": (llama(), LLAMA | {"torch_dtype": "bfloat16"}, "BF16", ["--factor", "2"]),
     "llama_sum": (llama(), LLAMA, "BF16", ["--grow", "hidden=2,intermediate=3,heads=2", "--scaling", "sum"]),
-    "gpt2": (gpt2(), GPT2 | {"n_inner": None}, "F32", ["--factor", "2", "--dtype", "BF16"]),
+    "llama_quiet": (llama(), LLAMA, "BF16", ["--factor", "3", "--scaling", "quiet"]),
+    "gpt2": (gpt2(), GPT2 | {"n_inner": None}, "F32", ["--factor", "2"]),
+    "gpt2_cast": (gpt2(), GPT2, "F32", ["--grow", "hidden=2", "--dtype", "BF16", "--set", "n_inner=48"]),
 }
 
 
@@ -782,6 +946,7 @@ def test_json_has_an_object_for_each_tensor() -> None:
         "shape": [6, 12],
         "new_shape": [12, 24],
         "factors": [{"text": "1/2", "value": 0.5}],
+        "copies_are_zero": False,
         "dtype": "F32",
         "new_dtype": "F32",
         "exactness": "exact",
@@ -799,8 +964,24 @@ def test_json_has_an_object_for_each_tensor() -> None:
         "bit_exact": "no",
         "left_out": [],
     }
-    assert {axis: factor for axis, factor in found["factors"].items() if factor != 1} == {
-        "hidden": 2, "intermediate": 3, "heads": 2, "kv_heads": 2
-    }  # fmt: skip
+    assert found["factors"] == {"hidden": 2, "intermediate": 3, "heads": 2, "kv_heads": 2, "head_dim": 1}
     assert found["scales"]["up"] == {"text": "1/sqrt(3)", "value": pytest.approx(3**-0.5, rel=1e-15)}
     assert {"key": "hidden_size", "old": 12, "new": 24, "exactness": "exact"} in found["config"]
+
+
+def test_json_has_the_factors_of_packed_parts_in_their_order() -> None:
+    """Query and key share 2^(-1/4), for a head size doubled; the value's rows take the stream's 1/sqrt(2)."""
+    found = {tensor["source"]: tensor for tensor in plan_json(planned(gpt2(), GPT2, factor=2))["tensors"]}
+    packed = found["transformer.h.0.attn.c_attn.bias"]["factors"]
+    assert [part["text"] for part in packed] == ["2^(-1/4)", "2^(-1/4)", "1/sqrt(2)"]
+    assert [part["value"] for part in packed] == pytest.approx([2**-0.25, 2**-0.25, 2**-0.5], rel=1e-15)
+    assert [part["text"] for part in found["transformer.h.0.mlp.c_fc.bias"]["factors"]] == ["1"]
+    by_heads = plan_json(planned(gpt2(), GPT2, "hidden=2,heads=2"))["tensors"]
+    (bias,) = (tensor for tensor in by_heads if tensor["source"] == "transformer.h.0.attn.c_attn.bias")
+    assert [part["text"] for part in bias["factors"]] == ["1", "1", "1/sqrt(2)"]
+
+
+def test_json_tells_where_copies_are_zero() -> None:
+    found = plan_json(planned(llama(), LLAMA, factor=2, scaling="quiet"))["tensors"]
+    silent = {tensor["pattern"].split(".")[-2] for tensor in found if tensor["copies_are_zero"]}
+    assert silent == {"o_proj", "down_proj"}

@@ -16,13 +16,15 @@ class ModelConfig:
     """The values of a config.json and the name to call it by in messages.
 
     Dotted keys reach into nested objects. `present` is False for a model that came without one;
-    then only values given by `--set` are known, and no config is written.
+    then only values given by `--set` are known, and no config is written. `per_layer`: a size may be a list, one for each
+    layer, as GGUF's may.
     """
 
-    def __init__(self, values: dict[str, Any], name: str, present: bool = True) -> None:
+    def __init__(self, values: dict[str, Any], name: str, present: bool = True, per_layer: bool = False) -> None:
         self.values = values
         self.name = name
         self.present = present
+        self.per_layer = per_layer
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key, or the default where any part of the way is absent.
@@ -54,7 +56,7 @@ class ModelConfig:
                         f"{printable(self.name)}: '{part}' is no object, so there is no '{printable(key)}' in it"
                     )
             inner[last] = value
-        return ModelConfig(changed, self.name, self.present)
+        return ModelConfig(changed, self.name, self.present, self.per_layer)
 
     def to_bytes(self) -> bytes:
         """The JSON file: two spaces, keys in the order found, `Infinity` and `NaN` as Python and transformers write them."""

@@ -13,20 +13,18 @@ from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.gguf.checkpoint import changed_metadata, tensor_type
-from widen_cli.gguf.model import plan_parts
-from widen_cli.hf_directory import index_bytes, parse_size, plan_shards, shard_names
+from widen_cli.hf_directory import index_bytes
 from widen_cli.output_checks import check_output, check_space, is_stream
 from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
-from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan
+from widen_cli.plan import Plan, PlanRequest, check_names, make_plan
 from widen_cli.plan.growth import parse_grow
-from widen_cli.safetensors_file import StoredTensor, header_bytes
+from widen_cli.safetensors_file import StoredTensor
+from widen_cli.shards import Shard, output_shards
 from widen_cli.sources import HashingSource, HeldSource
 from widen_cli.stream import BLOCK_BYTES, Target, TensorStream
 from widen_cli.transform import Counts
 
 INDEX = "model.safetensors.index.json"
-SHARD_SIZE = "5GB"
 Progress = Callable[[int], None]
 
 
@@ -50,17 +48,6 @@ class Options:
     force: bool = False
     dry_run: bool = False
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A file to be written: its tensors with their offsets, its header, where zeros fill gaps, and its whole size."""
-
-    name: str
-    tensors: tuple[tuple[TensorPlan, str, int], ...]
-    header: bytes
-    nbytes: int
-    gaps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +95,7 @@ def prepare(options: Options) -> Job:
     """
     directory = options.output.endswith("/") or (options.input != "-" and os.path.isdir(options.input))
     with ExitStack() as refused, Faults() as faults:
-        request, shard_limit = _request(options), parse_size(options.max_shard_size or SHARD_SIZE)
+        request = _request(options)
         checkpoint = _opened(options, faults)
         refused.callback(checkpoint.close)
         config_target = _config_target(options, checkpoint, directory)
@@ -123,12 +110,9 @@ def prepare(options: Options) -> Job:
         plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
         _check_equal(checkpoint, plan)
         companions = companions_of(checkpoint, options.input, options.output, plan.sidecars)
-        shards = (
-            _gguf_shards(plan, checkpoint, options)
-            if checkpoint.gguf
-            else _shards(plan, checkpoint, shard_limit if directory else None)
-        )
+        shards = output_shards(plan, checkpoint, options.input, options.output, options.max_shard_size, directory)
         with doubts.collecting():
+            _check_parts(options, checkpoint, shards, directory)
             _check_space(options, shards)
         if not faults.texts:
             refused.pop_all()
@@ -163,8 +147,26 @@ def _check_targets(
     if config_target is not None:
         with faults.collecting():
             _check_config_target(config_target, checkpoint, options)
-    if directory and options.output.endswith(".safetensors"):
+    if directory and options.output.endswith((".safetensors", ".gguf")):
         faults.add(f"{printable(options.output)}: is a file's name, but a folder is written; choose a folder's name")
+    other = ".safetensors" if checkpoint.gguf else ".gguf"
+    if not directory and options.output.endswith(other):
+        faults.add(
+            f"{printable(options.output)}: the output has the input's format, which is not {other[1:]}; change the name"
+        )
+    if checkpoint.gguf and options.dtype:
+        faults.add(
+            f"--dtype {options.dtype}: a GGUF keeps its types; convert and quantise it with llama.cpp's own tools"
+        )
+
+
+def _check_parts(options: Options, checkpoint: Checkpoint, shards: tuple[Shard, ...], directory: bool) -> None:
+    """Numbered parts stand beside each other under names that the user did not give; none of them may hit a file."""
+    with Faults() as faults:
+        for shard in shards if checkpoint.gguf and len(shards) > 1 and not directory else ():
+            with faults.collecting():
+                target = Path(options.output).with_name(shard.name)
+                check_output(str(target), checkpoint.files, options.force, False)
 
 
 def _check_space(options: Options, shards: tuple[Shard, ...]) -> None:
@@ -254,37 +256,6 @@ def _changed_config(config: ModelConfig, plan: Plan) -> ModelConfig:
     return config.with_values({change.key: change.new for change in plan.config})
 
 
-def _shards(plan: Plan, checkpoint: Checkpoint, limit: int | None) -> tuple[Shard, ...]:
-    written = [(tensor, name) for tensor in plan.tensors for name in tensor.names]
-    sizes = [(name, tensor.dtype.nbytes(tensor.shape)) for tensor, name in written]
-    groups = plan_shards(sizes, limit) if limit else [list(range(len(written)))]
-    shards = []
-    for file, group in zip(shard_names(len(groups)), groups, strict=True):
-        chosen = [written[number] for number in group]
-        header, offsets = header_bytes(
-            [(name, tensor.dtype, tensor.shape) for tensor, name in chosen], checkpoint.metadata
-        )
-        nbytes = len(header) + sum(sizes[number][1] for number in group)
-        placed = tuple((tensor, name, offset) for (tensor, name), offset in zip(chosen, offsets, strict=True))
-        shards.append(Shard(file, placed, header, nbytes))
-    return tuple(shards)
-
-
-def _gguf_shards(plan: Plan, checkpoint: Checkpoint, options: Options) -> tuple[Shard, ...]:
-    """One file, or numbered parts where --max-shard-size asks for them."""
-    assert checkpoint.gguf is not None
-    name = printable(checkpoint.name)
-    values = changed_metadata(checkpoint.gguf, name, [(change.key, change.new) for change in plan.config])
-    written = [(tensor, name) for tensor in plan.tensors for name in tensor.names]
-    entries = [(name, tensor_type(tensor.dtype), tensor.shape) for tensor, name in written]
-    limit = parse_size(options.max_shard_size) if options.max_shard_size is not None else None
-    shards = []
-    for part in plan_parts(values, entries, Path(options.output).name, limit):
-        placed = tuple((*written[number], offset) for number, offset in zip(part.tensors, part.offsets, strict=True))
-        shards.append(Shard(part.name, placed, part.header, part.nbytes, part.gaps))
-    return tuple(shards)
-
-
 def run(job: Job, progress: Progress) -> Report:
     """Carries a job out. Nothing stands at the target before all of it is written; raises WidenError when the system refuses."""
     counts: dict[str, Counts] = {}
@@ -339,7 +310,7 @@ def _write_directory(job: Job, stream: TensorStream, counts: dict[str, Counts], 
             weight_map = {name: shard.name for shard in job.shards for _, name, _ in shard.tensors}
             total = sum(tensor.dtype.nbytes(tensor.shape) for shard in job.shards for tensor, _, _ in shard.tensors)
             _write_bytes(folder, INDEX, index_bytes(weight_map, total))
-        if job.config_target is None and job.config.present:
+        if job.config_target is None and job.config.present and not job.checkpoint.gguf:
             _write_bytes(folder, "config.json", job.config.to_bytes())
         for name, content in job.companions.items():
             if isinstance(content, bytes):

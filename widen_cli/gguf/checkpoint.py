@@ -53,7 +53,7 @@ def metadata_config(model: GgufModel, name: str) -> ModelConfig:
         for key, value in model.header.values.items()
         if key.startswith((prefix, "general."))
     }
-    return ModelConfig(values, name)
+    return ModelConfig(values, name, per_layer=True)
 
 
 def changed_metadata(model: GgufModel, name: str, changes: Iterable[tuple[str, Any]]) -> dict[str, GgufValue]:

