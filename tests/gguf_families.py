@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -107,18 +108,18 @@ def _llama_like(bias: bool = False, output_bias: bool = False, head_norms: bool 
     return tensors
 
 
-def _post_normed(head_norms: bool) -> Callable[[Sizes], Shapes]:
+def _post_normed(bias: bool = False, head_norms: bool = False) -> Callable[[Sizes], Shapes]:
     def tensors(s: Sizes) -> Shapes:
         norms = _norms(s, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
         norms |= _head_norms(s) if head_norms else {}
-        return _ends(s) | _layers(s, norms, _attention(s), _gated(s))
+        return _ends(s) | _layers(s, norms, _attention(s, bias), _gated(s))
 
     return tensors
 
 
 def _phi3(factors: bool) -> Callable[[Sizes], Shapes]:
     def tensors(s: Sizes) -> Shapes:
-        packed = {"ffn_up.weight": (2 * s.inner, s.hidden), "ffn_down.weight": (s.hidden, s.inner)}
+        packed: Shapes = {"ffn_up.weight": (2 * s.inner, s.hidden), "ffn_down.weight": (s.hidden, s.inner)}
         rope: Shapes = {f"rope_factors_{kind}.weight": (2,) for kind in ("long", "short")} if factors else {}
         norms = _norms(s, "attn_norm", "ffn_norm")
         return rope | _ends(s) | _layers(s, norms, _attention(s, packed=True), packed)
@@ -126,7 +127,9 @@ def _phi3(factors: bool) -> Callable[[Sizes], Shapes]:
     return tensors
 
 
-def _gpt(*norms: str, bias: bool = True, packed: bool = True, output_bias: bool = False, **extra: int) -> Callable[[Sizes], Shapes]:  # fmt: skip
+def _gpt(
+    *norms: str, bias: bool = True, packed: bool = True, output_bias: bool = False, **extra: int
+) -> Callable[[Sizes], Shapes]:
     """GPT-2 and its kin: `extra` are tables beside the embedding, by their rows; 0 rows is a norm behind it."""
 
     def tensors(s: Sizes) -> Shapes:
@@ -139,17 +142,22 @@ def _gpt(*norms: str, bias: bool = True, packed: bool = True, output_bias: bool 
     return tensors
 
 
-def _stablelm(parallel: bool) -> Callable[[Sizes], Shapes]:
+def _stablelm(parallel: bool, heads: bool = False) -> Callable[[Sizes], Shapes]:
     def tensors(s: Sizes) -> Shapes:
         norms = _norms(s, "attn_norm", *(() if parallel else ("ffn_norm",)), bias=True)
+        norms |= _single_heads(s) if heads else {}
         return _ends(s, True) | _layers(s, norms, _attention(s, not parallel), _gated(s))
 
     return tensors
 
 
+def _single_heads(s: Sizes) -> Shapes:
+    return {"attn_q_norm.weight": (s.heads, s.head), "attn_k_norm.weight": (s.kv_heads, s.head)}
+
+
 def _command_r(s: Sizes) -> Shapes:
-    single: Shapes = {"attn_q_norm.weight": (s.heads, s.head), "attn_k_norm.weight": (s.kv_heads, s.head)}
-    return _ends(s) | _layers(s, _norms(s, "attn_norm"), single if s.layers >= 64 else {}, _attention(s), _gated(s))
+    single = _single_heads(s) if s.layers >= 64 else {}
+    return _ends(s) | _layers(s, _norms(s, "attn_norm"), single, _attention(s), _gated(s))
 
 
 def _olmo2(s: Sizes) -> Shapes:
@@ -158,12 +166,18 @@ def _olmo2(s: Sizes) -> Shapes:
     return _ends(s) | _layers(s, norms, _attention(s), _gated(s))
 
 
+def _granite(s: Sizes) -> Shapes:
+    """Every tensor that may be there beside the experts."""
+    biases: Shapes = {"ffn_gate.bias": (s.inner,), "ffn_up.bias": (s.inner,), "ffn_down.bias": (s.hidden,)}
+    blocks = _layers(s, _norms(s, "attn_norm", "ffn_norm"), _attention(s, True, True), _gated(s), biases)
+    return _ends(s) | {"rope_freqs.weight": (s.head // 2,)} | blocks
+
+
 EXPERTS, USED, EXPERT_INNER, SHARED_INNER = 5, 2, 14, 22
-_MOE: dict[str, Value] = {
-    "expert_count": EXPERTS,
-    "expert_used_count": USED,
-    "expert_feed_forward_length": EXPERT_INNER,
-}
+_ROUTED: dict[str, Value] = {"expert_count": EXPERTS, "expert_used_count": USED}
+_MOE: dict[str, Value] = {**_ROUTED, "expert_feed_forward_length": EXPERT_INNER}
+_SHARED: dict[str, Value] = {"expert_shared_feed_forward_length": SHARED_INNER}
+_SIGMOID: dict[str, Value] = {"expert_gating_func": 2, "expert_weights_norm": True}
 
 
 def _experts(s: Sizes, inner: int = EXPERT_INNER) -> Shapes:
@@ -176,18 +190,26 @@ def _qwen2moe(s: Sizes) -> Shapes:
     return _ends(s) | _layers(s, _norms(s, "attn_norm", "ffn_norm"), _attention(s, True), _experts(s), shared)
 
 
+def _granitemoe(s: Sizes) -> Shapes:
+    shared = _gated(s, "_shexp", SHARED_INNER)
+    return _ends(s) | _layers(s, _norms(s, "attn_norm", "ffn_norm"), _attention(s), _experts(s, s.inner), shared)
+
+
 def _qwen3moe(inner: int) -> Callable[[Sizes], Shapes]:
     def tensors(s: Sizes) -> Shapes:
         norms = _norms(s, "attn_norm", "ffn_norm") | _head_norms(s)
-        return _ends(s) | _layers(s, norms, _attention(s), _experts(s, inner))
+        return _ends(s) | _layers(s, norms, _attention(s, inner != EXPERT_INNER), _experts(s, inner))
 
     return tensors
 
 
-def _bert(s: Sizes) -> Shapes:
-    tables: Shapes = {"token_types.weight": (2, s.hidden), "position_embd.weight": (CONTEXT, s.hidden)}
-    norms = _norms(s, "attn_output_norm", "layer_output_norm", bias=True)
-    return _encoder_ends(s) | tables | _layers(s, norms, _attention(s, True, True), _plain(s, True))
+def _bert(packed: bool) -> Callable[[Sizes], Shapes]:
+    def tensors(s: Sizes) -> Shapes:
+        tables: Shapes = {"token_types.weight": (2, s.hidden), "position_embd.weight": (CONTEXT, s.hidden)}
+        norms = _norms(s, "attn_output_norm", "layer_output_norm", bias=True)
+        return _encoder_ends(s) | tables | _layers(s, norms, _attention(s, True, True, packed), _plain(s, True))
+
+    return tensors
 
 
 def _nomic_bert(s: Sizes) -> Shapes:
@@ -243,6 +265,7 @@ _MLA: dict[str, Value] = _MOE | {
     "expert_weights_scale": 1.5,
 }
 _GRANITE: dict[str, Value] = {"logit_scale": 1.5, "residual_scale": 0.7, "embedding_scale": 3.0}
+_PARTLY: dict[str, Value] = {"rope.dimension_count": 4}
 _FREE: dict[str, Value] = {"attention.key_length": 10, "attention.value_length": 10}
 _FREE_HEADS = Sizes(hidden=36, heads=4, kv_heads=2, head=10)
 _UNTIED = Sizes(tied=False)
@@ -254,48 +277,58 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("qwen2", _llama_like(bias=True)),
     "qwen2-untied": Family("qwen2", _llama_like(bias=True, output_bias=True), _UNTIED),
     "qwen3": Family("qwen3", _llama_like(head_norms=True), _FREE_HEADS, metadata=_FREE),
-    "qwen3-untied": Family("qwen3", _llama_like(head_norms=True), _UNTIED),
+    "qwen3-biases": Family("qwen3", _llama_like(bias=True, head_norms=True), _UNTIED),
     "gemma": Family("gemma", _llama_like(), _FREE_HEADS, metadata=_FREE),
-    "gemma2": Family("gemma2", _post_normed(False), _FREE_HEADS, metadata={**_FREE, "attention.sliding_window": 8}),
-    "gemma2-27b": Family("gemma2", _post_normed(False), Sizes(heads=4, kv_heads=2, head=10, layers=46), metadata=_FREE),
-    "gemma3": Family("gemma3", _post_normed(True), _FREE_HEADS, metadata={**_FREE, "attention.sliding_window": 8}),
-    "gemma3-27b": Family("gemma3", _post_normed(True), Sizes(heads=4, kv_heads=2, head=10, layers=62), metadata=_FREE),
-    "phi2": Family("phi2", _gpt("attn_norm", packed=False, output_bias=True), _UNTIED_MHA, LAYER, {"rope.dimension_count": 4}),
-    "phi2-packed": Family("phi2", _gpt("attn_norm", output_bias=True), _UNTIED, LAYER, {"rope.dimension_count": 4}),
+    "gemma-biases": Family("gemma", _llama_like(bias=True)),
+    "gemma2": Family("gemma2", _post_normed(), _FREE_HEADS, metadata={**_FREE, "attention.sliding_window": 8}),
+    "gemma2-27b": Family("gemma2", _post_normed(bias=True), replace(_FREE_HEADS, layers=46), metadata=_FREE),
+    "gemma3": Family("gemma3", _post_normed(head_norms=True), _FREE_HEADS, metadata={**_FREE, "attention.sliding_window": 8}),
+    "gemma3-27b": Family("gemma3", _post_normed(True, True), replace(_FREE_HEADS, layers=62), metadata=_FREE),
+    "gemma3-untied": Family("gemma3", _post_normed(head_norms=True), _UNTIED),
+    "phi2": Family("phi2", _gpt("attn_norm", packed=False, output_bias=True), _UNTIED_MHA, LAYER, _PARTLY),
+    "phi2-packed": Family("phi2", _gpt("attn_norm", output_bias=True), _UNTIED, LAYER, _PARTLY),
     "phi3": Family("phi3", _phi3(False), _UNTIED),
-    "phi3-factors": Family("phi3", _phi3(True), Sizes(), RMS, {"rope.dimension_count": 4, "rope.scaling.original_context_length": 16}),
+    "phi3-factors": Family("phi3", _phi3(True), Sizes(), RMS, {**_PARTLY, "rope.scaling.original_context_length": 16}),
     "gpt2": Family("gpt2", _gpt("attn_norm", "ffn_norm", position_embd=CONTEXT), _MHA, LAYER),
     "gpt2-untied": Family("gpt2", _gpt("attn_norm", "ffn_norm", position_embd=CONTEXT), _UNTIED_MHA, LAYER),
-    "gptneox": Family("gptneox", _gpt("attn_norm", "ffn_norm"), _UNTIED_MHA, LAYER, {"rope.dimension_count": 4, "use_parallel_residual": True}),
+    "gptneox": Family("gptneox", _gpt("attn_norm", "ffn_norm"), _UNTIED_MHA, LAYER, {**_PARTLY, "use_parallel_residual": True}),
     "gptneox-serial": Family("gptneox", _gpt("attn_norm", "ffn_norm"), _UNTIED_MHA, LAYER, {"use_parallel_residual": False}),
     "falcon": Family("falcon", _gpt("attn_norm", bias=False), Sizes(kv_heads=1), LAYER),
     "falcon-40b": Family("falcon", _gpt("attn_norm", "attn_norm_2", bias=False), _UNTIED, LAYER),
     "bloom": Family("bloom", _gpt("attn_norm", "ffn_norm", token_embd_norm=0), _MHA, LAYER),
     "starcoder2": Family("starcoder2", _gpt("attn_norm", "ffn_norm", packed=False), Sizes(), LAYER),
-    "stablelm": Family("stablelm", _stablelm(False), _UNTIED_MHA, LAYER, {"rope.dimension_count": 4}),
-    "stablelm-parallel": Family("stablelm", _stablelm(True), _UNTIED, LAYER, {"rope.dimension_count": 4}),
+    "stablelm": Family("stablelm", _stablelm(False), _UNTIED_MHA, LAYER, _PARTLY),
+    "stablelm-parallel": Family("stablelm", _stablelm(True), _UNTIED, LAYER, _PARTLY),
     "command-r": Family("command-r", _command_r, Sizes(), LAYER, {"logit_scale": 0.5}),
     "command-r-plus": Family("command-r", _command_r, _TINY_64, LAYER, {"logit_scale": 0.5}),
     "olmo2": Family("olmo2", _olmo2, _UNTIED),
     "granite": Family("granite", _llama_like(), _FREE_HEADS, metadata={**_GRANITE, **_FREE, "attention.scale": 0.4}),
-    "granite-plain": Family("granite", _llama_like(), _UNTIED, metadata=_GRANITE),
-    "qwen2moe": Family("qwen2moe", _qwen2moe, _UNTIED, metadata={**_MOE, "expert_shared_feed_forward_length": SHARED_INNER}),
+    "granite-biases": Family("granite", _granite, _UNTIED, metadata=_GRANITE),
+    "granitemoe": Family("granitemoe", _granitemoe, _UNTIED, metadata={**_GRANITE, **_ROUTED, **_SHARED}),
+    "qwen2moe": Family("qwen2moe", _qwen2moe, _UNTIED, metadata={**_MOE, **_SHARED}),
     "qwen3moe": Family("qwen3moe", _qwen3moe(EXPERT_INNER), _FREE_HEADS, metadata={**_MOE, **_FREE}),
-    "qwen3moe-derived": Family("qwen3moe", _qwen3moe(25), _UNTIED, metadata={"expert_count": EXPERTS, "expert_used_count": USED}),
-    "deepseek2": Family("deepseek2", _deepseek2(False), Sizes(heads=3, layers=3, tied=False), metadata={**_MLA, "expert_gating_func": 2, "expert_weights_norm": True}),
+    "qwen3moe-derived": Family("qwen3moe", _qwen3moe(25), _UNTIED, metadata=_ROUTED),
+    "deepseek2": Family("deepseek2", _deepseek2(False), Sizes(heads=3, layers=3, tied=False), metadata={**_MLA, **_SIGMOID}),
     "deepseek2-lite": Family("deepseek2", _deepseek2(True), Sizes(heads=3, layers=27), metadata=_MLA),
-    "bert": Family("bert", _bert, _MHA, LAYER),
+    "bert": Family("bert", _bert(packed=False), _MHA, LAYER),
+    "bert-packed": Family("bert", _bert(packed=True), _MHA, LAYER),
     "nomic-bert": Family("nomic-bert", _nomic_bert, _MHA, LAYER),
 }  # fmt: skip
+# What llama.cpp runs and no map knows.
+UNKNOWN = {
+    "stablelm-heads": Family("stablelm", _stablelm(True, heads=True), _UNTIED, LAYER, _PARTLY),
+}
 ENCODERS = ("bert", "nomic-bert")
 
 
 def write(name: str, path: Path) -> Path:
     """The named family's file, float32, the same at every call."""
-    family = FAMILIES[name]
-    writer = gguf.GGUFWriter(path, family.architecture)
+    family = FAMILIES.get(name) or UNKNOWN[name]
+    writer = gguf.GGUFWriter(str(path), family.architecture)
     for key, value in _metadata(family).items():
-        add = writer.add_bool if isinstance(value, bool) else writer.add_float32 if isinstance(value, float) else writer.add_uint32  # fmt: skip
+        add: Any = writer.add_uint32
+        if isinstance(value, bool | float):
+            add = writer.add_bool if isinstance(value, bool) else writer.add_float32
         add(f"{family.architecture}.{key}", value)
     _add_tokenizer(writer)
     for tensor, shape in family.tensors(family.sizes).items():
@@ -336,18 +369,24 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_token_type_count(2)
 
 
+# ggml looks GELU up in a table of halves, so float32 noise makes steps of a thousandth: what is behind it stays small.
+_SPREAD = {"attn_output": 0.05, "ffn_down": 0.01, "output": 0.05}
+
+
 def drawn(tensor: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """Random values fit for the tensor's role, by its name alone."""
     generator = np.random.default_rng(zlib.crc32(tensor.encode()))
     noise = generator.standard_normal(shape)
     if "norm" in tensor and tensor.endswith("weight"):
         values = 1 + 0.3 * generator.uniform(-1, 1, shape)
-    elif "rope_factors" in tensor:
+        # Norms behind a branch are small, and tiny in deep models: they must not amplify the steps of ggml's GELU table.
+        values *= (0.1 if tensor.split(".")[1] in "01" else 0.02) if "post_" in tensor else 1
+    elif "rope_f" in tensor:
         values = generator.uniform(1, 2, shape)
     elif "embd" in tensor or "token_types" in tensor:
         values = 0.05 * noise
     elif tensor.endswith("bias"):
         values = 0.1 * noise
     else:
-        values = (0.05 if "attn_output" in tensor or "ffn_down" in tensor else 0.25) * noise
+        values = _SPREAD.get(tensor.split(".")[-2].removesuffix("_exps").removesuffix("_shexp"), 0.25) * noise
     return values.astype(np.float32)

@@ -22,7 +22,7 @@ Prompt = str | list[int]
 LogProbabilities = npt.NDArray[np.float64]
 
 CONTEXT = 256
-THREADS = 2
+THREADS = 1  # more of them wait for each other, spinning, where cores are shared
 SECONDS = 120
 EVERY_TOKEN = 1 << 20  # more than any vocabulary has
 

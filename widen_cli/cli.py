@@ -149,7 +149,7 @@ def _readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.
 
 @cli.command()
 @click.argument("input", metavar="IN")
-@click.argument("output", metavar="OUT", required=False)
+@click.argument("output", metavar="[OUT]", required=False)
 @click.option(
     "--factor",
     type=click.IntRange(min=2, max=FACTOR_LIMIT),
@@ -218,11 +218,12 @@ def convert(dry_run: bool, as_json: bool, quiet: int, **given: Any) -> None:
     """
     if given["threads"] is None:
         del given["threads"]
-    if given["output"] is None:
+    named = given["output"] is not None
+    if not named:
         if not dry_run:
             raise click.UsageError("OUT is missing; a dry run alone does without it")
         given["output"] = "-" if given["input"] == "-" else given["input"].rstrip("/") + ".wide"
-    options = Options(**given, dry_run=dry_run)
+    options = Options(**given, dry_run=dry_run, named=named)
     if as_json and is_stream(options.output) and not dry_run:
         raise click.UsageError("--json prints on stdout, where OUT goes too; name a file for OUT")
     job = prepare(options)

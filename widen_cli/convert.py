@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,10 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line said. `output` is a path, a path ending in `/` for a directory, or `-`."""
+    """What the command line said. `output` is a path, a path ending in `/` for a directory, or `-`.
+
+    `named`: False for a dry run without OUT, of which there is nothing to say about an output.
+    """
 
     input: str
     output: str
@@ -47,6 +51,7 @@ class Options:
     layout: str = "auto"
     force: bool = False
     dry_run: bool = False
+    named: bool = True
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
 
 
@@ -117,14 +122,18 @@ def prepare(options: Options) -> Job:
         if not faults.texts:
             refused.pop_all()
     config = _changed_config(checkpoint.config, plan)
-    warnings = (*checkpoint.warnings, *plan.warnings, *_unsaved(plan, checkpoint, config_target, options, directory))
-    warnings += tuple(doubts.texts) if options.dry_run else ()
+    warnings = (*checkpoint.warnings, *plan.warnings)
+    if options.named:
+        warnings += _unsaved(plan, checkpoint, config_target, options, directory)
+        warnings += tuple(doubts.texts) if options.dry_run else ()
     return Job(options, checkpoint, plan, shards, config, config_target, directory, companions, warnings)
 
 
 def _opened(options: Options, faults: Faults) -> Checkpoint:
     """The input; where it cannot be opened, the output is looked at all the same, so that all faults come together."""
     settings = parse_settings(options.settings)
+    if options.output == "-" and sys.stdout is None and not options.dry_run:
+        raise WidenError("standard output: is closed; send it somewhere, or name a file")
     try:
         checkpoint = open_checkpoint(options.input, options.config, settings, options.strip_prefix)
     except WidenError:

@@ -56,9 +56,9 @@ class Faults:
             raise WidenError(*self.texts) from None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The tail ` (did you mean 'x'?)` for the nearest known word, or an empty text."""
-    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The tail ` (did you mean 'x'?)` for the nearest known word that is alike enough, or an empty text."""
+    near = get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ def check_output(target: str, inputs: Sequence[Path], force: bool, directory: bo
     `directory` says that a folder is to be written. Nothing is created or changed.
     """
     name = printable(target)
+    if target == "-" and sys.stdout is None:
+        raise WidenError("standard output: is closed; send it somewhere, or name a file")
     with Faults() as faults, refusing(name):
         check = _stream_faults(target, directory) if is_stream(target) else _place_faults(target, directory, force)
         for fault in check:

@@ -10,6 +10,7 @@ from widen_cli.errors import printable
 from widen_cli.gguf.checkpoint import changed_metadata, tensor_type
 from widen_cli.gguf.model import GgufModel, plan_parts
 from widen_cli.hf_directory import parse_size, plan_shards, shard_names
+from widen_cli.output_checks import is_stream
 from widen_cli.plan import Plan, TensorPlan
 from widen_cli.safetensors_file import header_bytes
 
@@ -33,13 +34,14 @@ def output_shards(
     """The files of an output, in the input's format.
 
     A safetensors file is one, a directory's are of at most `max_size`; a GGUF is one, or numbered parts where `max_size` is
-    given. Raises WidenError for a size that cannot be read.
+    given (a stream is always one). Raises WidenError for a size that cannot be read.
     """
     limit = parse_size(max_size or SHARD_SIZE)
     if checkpoint.gguf is None:
         return _safetensors_shards(plan, checkpoint, limit if directory else None)
     file = Path(given if directory else output).name
-    return _gguf_shards(plan, checkpoint.gguf, printable(checkpoint.name), file, limit if max_size else None)
+    parts = max_size is not None and not is_stream(output)
+    return _gguf_shards(plan, checkpoint.gguf, printable(checkpoint.name), file, limit if parts else None)
 
 
 def _safetensors_shards(plan: Plan, checkpoint: Checkpoint, limit: int | None) -> tuple[Shard, ...]:

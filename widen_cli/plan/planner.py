@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from widen_cli.config import ModelConfig
-from widen_cli.dtypes import CONFIG_NAMES, DType
+from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.formulas import UnknownValueError
 from widen_cli.maps import ArchitectureMap
+from widen_cli.plan.changes import ConfigChanges, wide_sizes
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes
+from widen_cli.plan.layouts import Arrangement, arrange
 from widen_cli.plan.match import (
     MISSING_SHOWN,
     Match,
@@ -24,10 +26,10 @@ from widen_cli.plan.match import (
     surplus_layers,
 )
 from widen_cli.plan.modes import MODES
-from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange, Plan, TensorPlan
+from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import SpaceScales
-from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError, block_reasons
+from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.scales import ContradictionError
 
 
@@ -112,7 +114,7 @@ def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, 
 
 def _check_requirements(architecture: ArchitectureMap, sizes: Sizes, growth: AxisGrowth, file: str) -> None:
     """Refuses new sizes that the model's own library would refuse."""
-    wide = _wide_sizes(sizes, growth.factors)
+    wide = wide_sizes(sizes, growth.factors)
     faults = []
     for formula in architecture.requires:
         try:
@@ -135,12 +137,6 @@ def _check_requirements(architecture: ArchitectureMap, sizes: Sizes, growth: Axi
         raise WidenError(*faults)
 
 
-def _wide_sizes(sizes: Sizes, factors: dict[str, int]) -> Sizes:
-    wide = Sizes(sizes.architecture, sizes.config)
-    wide.known = {name: size * factors[name] for name, size in sizes.known.items()}
-    return wide
-
-
 class _Planner:
     def __init__(
         self,
@@ -159,14 +155,13 @@ class _Planner:
         self.request = request
         self.file = printable(request.file)
         self.spaces = SpaceScales(architecture, match, growth.factors, config)
+        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.dtype)
         self.warnings: list[str] = []
-        self.notes: list[str] = []
-        self.layout = "tile" if request.layout == "tile" else "interleave"
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
         mode, why, scales = self.choose_mode()
-        planned = self.laid_out(tensors, mode, scales)
-        config = self.size_changes() + self.epsilon_changes(scales) + self.dtype_change()
+        arranged = self.arranged(tensors, mode, scales)
+        config = self.changes.all(scales)
         self.warn()
         if not self.config.present and config:
             listed = ", ".join(f"{change.key} = {change.new}" for change in config)
@@ -183,11 +178,16 @@ class _Planner:
             why=why,
             factors=self.growth.factors,
             scales=scales,
-            tensors=planned,
+            tensors=arranged.tensors,
             dropped=tuple(tensor.name for tensor in self.match.dropped),
             config=tuple(config),
             sidecars=sidecars,
-            notes=(*self.growth.notes, *self.notes, *self.assumptions(), *self.wide_output(scales)),
+            notes=(
+                *self.growth.notes,
+                *arranged.notes,
+                *self.assumptions(),
+                *self.wide_output(scales, arranged.layout),
+            ),
             warnings=tuple(self.warnings),
             axes=tuple(
                 name
@@ -197,24 +197,15 @@ class _Planner:
             equal_pairs=self.spaces.stored_ties(),
         )
 
-    def laid_out(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> tuple[TensorPlan, ...]:
-        """The tensors' plans in the layout asked for; by itself the interleaved one, and tiled where blocks do not allow that.
-
-        Raises WidenError with every tensor whose blocks cannot be widened so.
-        """
-        planned = self.tensor_plans(tensors, mode, scales)
-        reasons = block_reasons(planned)
-        if reasons and self.request.layout == "auto":
-            self.layout = "tile"
-            self.notes.append(f"layout tile ([x, x] and not x0 x0 x1 x1), because {reasons[0]}")
-            heads = {self.growth.factors[axis] for axis in self.architecture.growth.heads}
-            if len(heads) > 1:
-                raise WidenError(f"{self.file}: {reasons[0]}; tiled, heads and kv_heads have to grow by one factor")
-            planned = self.tensor_plans(tensors, mode, scales)
-            reasons = block_reasons(planned)
-        if reasons:
-            raise WidenError(*(f"{self.file}: {reason}" for reason in reasons[:MISSING_SHOWN]))
-        return planned
+    def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
+        """The tensors' plans, with copies laid as was asked for or as quantised blocks allow."""
+        heads = [axis for axis in self.architecture.growth.heads if self.sizes.known.get(axis) != 1]
+        uneven = None
+        if len({self.growth.factors[axis] for axis in heads}) > 1:
+            uneven = f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
+        return arrange(
+            self.request.layout, lambda layout: self.tensor_plans(tensors, mode, scales, layout), uneven, self.file
+        )
 
     def choose_mode(self) -> tuple[str, str, dict[str, Any]]:
         if self.request.scaling != "auto":
@@ -229,7 +220,7 @@ class _Planner:
         if all((self.request.dtype or item.tensor.dtype).bits >= 32 for item in self.match.matched):
             try:
                 scales = self.spaces.solve(MODES["orthogonal"])
-                if self.config.present or not self.epsilon_changes(scales):
+                if self.config.present or not self.changes.epsilons(scales):
                     return "orthogonal", "32 bits or wider are written, and every law holds", scales
                 why = "orthogonal would change an epsilon, and there is no config to write it to; "
             except ContradictionError as error:
@@ -244,6 +235,7 @@ class _Planner:
         rounded: dict[str, int] = {}
         solved: dict[str, dict[str, Any]] = {}
         reasons: list[str] = []
+        refusals: list[str] = []
         blocks = any(item.tensor.dtype.kind == "blocks" for item in self.match.matched)
         for name in ("sum", "quiet", "copy") if blocks else ("copy", "sum", "quiet"):
             try:
@@ -251,8 +243,14 @@ class _Planner:
             except ContradictionError as error:
                 reasons = reasons or error.equations
                 continue
-            planned = self.tensor_plans([item.tensor for item in self.match.matched], name, solved[name])
-            rounded[name] = sum(math.prod(tensor.source.shape) for tensor in planned if tensor.may_round)
+            try:
+                tensors = self.arranged([item.tensor for item in self.match.matched], name, solved[name]).tensors
+            except WidenError as error:
+                refusals += error.faults
+                continue
+            rounded[name] = sum(math.prod(tensor.source.shape) for tensor in tensors if tensor.may_round)
+        if not rounded and refusals:
+            raise WidenError(*dict.fromkeys(refusals))
         if not rounded:
             raise WidenError(
                 f"{self.file}: no scaling keeps the function of this checkpoint, because {_listed(reasons)}"
@@ -266,9 +264,9 @@ class _Planner:
         )
 
     def tensor_plans(
-        self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]
+        self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any], layout: str
     ) -> tuple[TensorPlan, ...]:
-        builder = TreeBuilder(self.sizes, self.growth.factors, scales, self.spaces.silent(MODES[mode]), self.layout)
+        builder = TreeBuilder(self.sizes, self.growth.factors, scales, self.spaces.silent(MODES[mode]), layout)
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         planned: list[TensorPlan] = []
@@ -300,64 +298,12 @@ class _Planner:
             f"give --config, or --set {keys[0] if keys else 'the missing size'}=N{more}"
         )
 
-    def size_changes(self) -> list[ConfigChange]:
-        changes = []
-        wide = _wide_sizes(self.sizes, self.growth.factors)
-        for name, axis in self.architecture.axes.items():
-            grows = self.growth.factors[name] != 1
-            if not axis.keys or name not in self.sizes.known or not (self.config.present or grows):
-                continue
-            new = wide.known[name]
-            held = [key for key in axis.keys if self.config.get(key) is not None]
-            for key in held if grows else ():
-                old = self.config.get(key)
-                changes.append(ConfigChange(key, old, [new] * len(old) if isinstance(old, list) else new, EXACT))
-            if not held and (grows or axis.otherwise) and not self.follows(axis.otherwise, wide, new):
-                changes.append(ConfigChange(axis.keys[0], None, new, EXACT))
-        return changes
-
-    def follows(self, formula: Any, wide: Sizes, new: int) -> bool:
-        """Whether an absent key still means the right size in the wide model."""
-        try:
-            return formula is not None and bool(wide.evaluate(formula) == new)
-        except (UnknownValueError, ValueError):
-            return False
-
-    def epsilon_changes(self, scales: dict[str, Any]) -> list[ConfigChange]:
-        changes = []
-        for key, scale in self.spaces.epsilon_scales(scales).items():
-            if scale.is_one:
-                continue
-            exactness = EXACT if scale.is_power_of_two else ROUNDS
-            if not self.config.present:
-                changes.append(ConfigChange(key, None, f"{scale} of what it was", exactness))
-                continue
-            old = self.config.get(key, self.architecture.defaults.get(key))
-            if not _is_number(old):
-                raise WidenError(
-                    f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed; "
-                    f"its norms' epsilon has to be scaled by {scale}"
-                )
-            new = float(old) * float(scale)
-            changes.append(ConfigChange(key, self.config.get(key), new, exactness))
-        return changes
-
-    def dtype_change(self) -> list[ConfigChange]:
-        if self.request.dtype is None:
-            return []
-        name = CONFIG_NAMES[self.request.dtype.name]
-        return [
-            ConfigChange(key, self.config.get(key), name, EXACT)
-            for key in ("dtype", "torch_dtype")
-            if key in self.config and self.config.get(key) != name
-        ]
-
     def assumptions(self) -> list[str]:
         """What was taken on the user's word: no shape can tell it."""
         settings = ", ".join(f"{key} = {value}" for key, value in self.request.settings.items())
         return [f"taken from --set: {settings}"] if settings else []
 
-    def wide_output(self, scales: dict[str, Any]) -> list[str]:
+    def wide_output(self, scales: dict[str, Any], layout: str) -> list[str]:
         """How a bare model's hidden states come out; heads undo it."""
         space = self.architecture.output
         if space is None or space not in scales:
@@ -365,9 +311,9 @@ class _Planner:
         copies = self.spaces.factor(space)
         if copies == 1 and scales[space].is_one:
             return []
-        return [
-            f"hidden states, where they are the output, stand {copies}x side by side (x0 x0 x1 x1), times {scales[space]}"
-        ]
+        how = "as a whole (x0 x1 x0 x1)" if layout == "tile" else "side by side (x0 x0 x1 x1)"
+        times = "" if scales[space].is_one else f", times {scales[space]}"
+        return [f"hidden states, where they are the output, stand {copies}x {how}{times}"]
 
     def warn(self) -> None:
         odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
@@ -387,13 +333,6 @@ class _Planner:
                 self.warnings.append(
                     f"{self.file}: no config says so, but '{tie.tensor}' is not stored and is taken as tied to '{tie.to}'"
                 )
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _names(tensors: Sequence[StoredHeader], limit: int = 6) -> str:

@@ -13,6 +13,8 @@ from widen_cli.maps import ArchitectureMap, Axis
 from widen_cli.plan.match import Match, Matched, config_lookup
 from widen_cli.shapes import Name, Product, Term
 
+SLIP = 0.85  # a letter or two; hidden_act is no slip of hidden_size
+
 
 class Sizes:
     """Axis sizes by name. `known` lacks an axis that neither config nor tensors tell."""
@@ -101,8 +103,8 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
 
 def _check_absent(axis: Axis, sizes: Sizes, faults: Faults) -> None:
     """A key that the config has under a very similar name is a slip, in the map or in the config."""
-    others = {key for other in sizes.architecture.axes.values() for key in other.keys}
-    near = {key: did_you_mean(key, sizes.config.values.keys() - others) for key in axis.keys}
+    others = {key for other in sizes.architecture.axes.values() for key in other.keys} | {*sizes.architecture.defaults}
+    near = {key: did_you_mean(key, sizes.config.values.keys() - others, SLIP) for key in axis.keys}
     if axis.otherwise is None and sizes.config.present and all(near.values()) and near:
         key = next(iter(near))
         faults.add(

@@ -1,0 +1,97 @@
+"""What changes in the config: sizes, epsilons and the element type, key by key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from widen_cli.config import ModelConfig
+from widen_cli.dtypes import CONFIG_NAMES, DType
+from widen_cli.errors import WidenError, printable
+from widen_cli.formulas import UnknownValueError
+from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
+from widen_cli.plan.sizes import Sizes
+from widen_cli.plan.spaces import SpaceScales
+
+
+def wide_sizes(sizes: Sizes, factors: dict[str, int]) -> Sizes:
+    """The sizes of the wide model."""
+    wide = Sizes(sizes.architecture, sizes.config)
+    wide.known = {name: size * factors[name] for name, size in sizes.known.items()}
+    return wide
+
+
+class ConfigChanges:
+    """Works out the changes from the old sizes, the factors of the axes and the solved scales."""
+
+    def __init__(
+        self, old: Sizes, factors: dict[str, int], spaces: SpaceScales, config: ModelConfig, dtype: DType | None
+    ) -> None:
+        self.old = old
+        self.factors = factors
+        self.spaces = spaces
+        self.config = config
+        self.dtype = dtype
+
+    def all(self, scales: dict[str, Any]) -> list[ConfigChange]:
+        """Every change. Raises WidenError for an epsilon that is no number."""
+        return self.sizes() + self.epsilons(scales) + self.dtypes()
+
+    def sizes(self) -> list[ConfigChange]:
+        changes = []
+        wide = wide_sizes(self.old, self.factors)
+        for name, axis in self.old.architecture.axes.items():
+            grows = self.factors[name] != 1
+            if not axis.keys or name not in self.old.known or not (self.config.present or grows):
+                continue
+            new = wide.known[name]
+            held = [key for key in axis.keys if self.config.get(key) is not None]
+            for key in held if grows else ():
+                old = self.config.get(key)
+                changes.append(ConfigChange(key, old, [new] * len(old) if isinstance(old, list) else new, EXACT))
+            if not held and (grows or axis.otherwise) and not self.follows(axis.otherwise, wide, new):
+                changes.append(ConfigChange(axis.keys[0], None, new, EXACT))
+        return changes
+
+    def follows(self, formula: Any, wide: Sizes, new: int) -> bool:
+        """Whether an absent key still means the right size in the wide model."""
+        try:
+            return formula is not None and bool(wide.evaluate(formula) == new)
+        except (UnknownValueError, ValueError):
+            return False
+
+    def epsilons(self, scales: dict[str, Any]) -> list[ConfigChange]:
+        changes = []
+        for key, scale in self.spaces.epsilon_scales(scales).items():
+            if scale.is_one:
+                continue
+            exactness = EXACT if scale.is_power_of_two else ROUNDS
+            if not self.config.present:
+                changes.append(ConfigChange(key, None, f"{scale} of what it was", exactness))
+                continue
+            old = self.config.get(key, self.old.architecture.defaults.get(key))
+            if not _is_number(old):
+                raise WidenError(
+                    f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed; "
+                    f"its norms' epsilon has to be scaled by {scale}"
+                )
+            new = float(old) * float(scale)
+            changes.append(ConfigChange(key, self.config.get(key), new, exactness))
+        return changes
+
+    def dtypes(self) -> list[ConfigChange]:
+        if self.dtype is None:
+            return []
+        name = CONFIG_NAMES[self.dtype.name]
+        return [
+            ConfigChange(key, self.config.get(key), name, EXACT)
+            for key in ("dtype", "torch_dtype")
+            if key in self.config and self.config.get(key) != name
+        ]
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
