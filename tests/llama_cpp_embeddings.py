@@ -44,7 +44,8 @@ def _serve(model: str, answer: str) -> None:
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.embedding = True
     params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE
-    address = urlsplit(xllamacpp.Server(params).listening_address).netloc
+    server = xllamacpp.Server(params)  # it stops when nothing refers to it
+    address = urlsplit(server.listening_address).netloc
     rows = []
     for prompt in json.load(sys.stdin):
         connection = http.client.HTTPConnection(address, timeout=SECONDS)

@@ -986,3 +986,35 @@ def test_json_tells_where_copies_are_zero() -> None:
     found = plan_json(planned(llama(), LLAMA, factor=2, scaling="quiet"))["tensors"]
     silent = {tensor["pattern"].split(".")[-2] for tensor in found if tensor["copies_are_zero"]}
     assert silent == {"o_proj", "down_proj"}
+
+
+RANK = """\
+architecture: ranked
+config: {eps: 1e-3}
+axes:
+  hidden: {key: hidden_size}
+  rank:   {key: rank, fixed: true}
+growth: {width: [hidden]}
+spaces:
+  normed: norm(hidden, eps)
+  latent: rank
+  flat:   norm(latent, eps)
+tensors:
+  gain: -> normed
+  down: latent <- normed
+  flat: -> flat
+  up:   hidden <- flat
+"""
+
+
+def test_a_space_that_never_grows_takes_the_scale_that_a_law_asks_for(tmp_path: Path) -> None:
+    """One epsilon serves the stream's norm and the latent one, so the latent has the stream's scale, 1/sqrt(2)."""
+    (tmp_path / "ranked.yaml").write_text(RANK)
+    shapes = {"gain": (6,), "down": (4, 6), "flat": (4,), "up": (6, 4)}
+    headers = [Header(name, STORED["F32"], shape) for name, shape in shapes.items()]
+    config = ModelConfig({"hidden_size": 6, "rank": 4, "eps": 1e-3}, "config.json")
+    request = PlanRequest("in", factor=2, scaling="orthogonal")
+    plan = make_plan(load_map(tmp_path / "ranked.yaml"), headers, config, request)
+    assert str(plan.scales["latent"]) == "1/sqrt(2)"
+    assert [str(tensor.scales[0]) for tensor in plan.tensors] == ["1/sqrt(2)", "1/2", "1", "1/sqrt(2)"]
+    assert {change.key: change.new for change in plan.config} == {"hidden_size": 12, "eps": 5e-4}

@@ -60,6 +60,11 @@ class Reading:
     contractions: list[tuple[str, str]] = field(default_factory=list)
     norm_outputs: set[str] = field(default_factory=set)
 
+    def powers(self) -> Iterator[Power]:
+        """What the laws and the norms speak of."""
+        yield from (law.power for law in self.laws)
+        yield from (norm.power for norm in self.norms)
+
 
 class FormulaReader:
     """Turns the formulas of spaces into laws.

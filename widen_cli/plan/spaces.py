@@ -124,10 +124,12 @@ class SpaceScales:
 
     def find_roles(self) -> Roles:
         present = sorted(self.present())
+        # A space on an axis that never grows still takes a scale where a law asks for one: one epsilon serves two norms.
+        lawful = {name for power in self.reading.powers() for name in power.spaces}
         free = [
             name
             for name in present
-            if not name.isdigit() and (axis := self.architecture.axis_of(name)) and not axis.fixed
+            if not name.isdigit() and (axis := self.architecture.axis_of(name)) and (not axis.fixed or name in lawful)
         ]
         matrices = {
             name for rule in self.rules if len(rule.shape.dimensions) > 1 for name, _ in self.carriers(rule, "out")
