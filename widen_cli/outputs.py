@@ -11,7 +11,7 @@ import shutil
 import stat
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Never, Protocol, Self
+from typing import Never, Self
 
 from widen_cli.errors import WidenError, printable
 from widen_cli.output_checks import descriptor_of, refusing
@@ -19,13 +19,6 @@ from widen_cli.output_checks import descriptor_of, refusing
 _NOREPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-class Output(Protocol):
-    """Takes the bytes of one output file."""
-
-    def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Writes all of `data` at `offset` from the file's start; WidenError when the system refuses."""
 
 
 class FileOutput:

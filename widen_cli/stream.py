@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -234,8 +233,3 @@ def _copy(stored: StoredBytes, targets: Sequence[Target]) -> None:
         data = stored.source.read(stored.offset + start, min(BLOCK_BYTES, stored.nbytes - start))
         for target in targets:
             target.writer.write_at(target.offset + start, data)
-
-
-def value_count(plan: TensorPlan) -> int:
-    """The elements written for a tensor, over all its names."""
-    return math.prod(plan.shape) * len(plan.names)

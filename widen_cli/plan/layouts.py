@@ -10,8 +10,6 @@ from widen_cli.plan.result import TensorPlan
 from widen_cli.plan.trees import block_reasons
 
 FAULTS_SHOWN = 8
-# Interleaved first: a float model's activations then stay as near to the old ones as they can.
-LAYOUTS = ("interleave", "tile")
 
 
 @dataclass(frozen=True)
