@@ -456,6 +456,15 @@ def test_tied_weights_that_are_equal_pass_through_a_pipe(tied: Path) -> None:
     assert (tied / "piped.safetensors").read_bytes() == (tied / "out.safetensors").read_bytes()
 
 
+def test_tied_weights_in_two_shards_pass_through_a_pipe(tied: Path) -> None:
+    """The copies are compared over the whole run and not file by file."""
+    tensors = llama()
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, tied / "x.safetensors")
+    piped = shell(tied, "cat x.safetensors | widen --config config.json --max-shard-size 1 - piped/")
+    assert piped.returncode == 0, piped.stderr
+    assert len(list((tied / "piped").glob("model-*.safetensors"))) > 2
+
+
 def test_a_terminal_is_no_place_for_a_model(folder: Path) -> None:
     code, shown = on_terminal(folder, "in.safetensors", "-", stdout=True)
     assert code == 1

@@ -951,6 +951,16 @@ def test_a_missing_part(parts: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 
+def test_parts_in_a_folder_have_no_index(parts: Path, tmp_path: Path) -> None:
+    """The index and the config.json of a safetensors folder mean nothing beside a GGUF."""
+    shutil.copy(parts / "narrow.gguf", tmp_path)
+    done = command(tmp_path, "narrow.gguf", "folder/", "--max-shard-size", "1MB")
+    assert (done.returncode, done.stdout) == (0, b"")
+    names = sorted(path.name for path in (tmp_path / "folder").iterdir())
+    assert len(names) > 1
+    assert names == [f"narrow-{number:05d}-of-{len(names):05d}.gguf" for number in range(1, len(names) + 1)]
+
+
 def test_standard_output(parts: Path) -> None:
     done = command(parts, "narrow.gguf", "-", "--grow", DOUBLED)
     assert done.returncode == 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from widen_cli.checkpoint import Checkpoint, check_settings, choose_map, open_checkpoint
 from widen_cli.companions import companions_of
@@ -17,7 +18,7 @@ from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.hf_directory import index_bytes
 from widen_cli.output_checks import check_output, check_space, is_stream
 from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
-from widen_cli.plan import Plan, PlanRequest, check_names, make_plan
+from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan
 from widen_cli.plan.growth import parse_grow
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.shards import Shard, output_shards
@@ -101,14 +102,14 @@ def prepare(options: Options) -> Job:
     directory = options.output.endswith("/") or (options.input != "-" and os.path.isdir(options.input))
     with ExitStack() as refused, Faults() as faults:
         request = _request(options)
-        checkpoint = _opened(options, faults)
+        checkpoint = _opened(options, request.settings, faults)
         refused.callback(checkpoint.close)
         config_target = _config_target(options, checkpoint, directory)
         doubts = Faults() if options.dry_run else faults
         _check_targets(options, checkpoint, config_target, directory, doubts)
         architecture = choose_map(checkpoint, options.map)
         with faults.collecting():
-            check_settings(architecture, checkpoint.found_config, parse_settings(options.settings))
+            check_settings(architecture, checkpoint.found_config, request.settings)
         if checkpoint.faults:
             check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name)
             raise WidenError(*checkpoint.faults)
@@ -129,9 +130,8 @@ def prepare(options: Options) -> Job:
     return Job(options, checkpoint, plan, shards, config, config_target, directory, companions, warnings)
 
 
-def _opened(options: Options, faults: Faults) -> Checkpoint:
+def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Checkpoint:
     """The input; where it cannot be opened, the output is looked at all the same, so that all faults come together."""
-    settings = parse_settings(options.settings)
     if options.output == "-" and sys.stdout is None and not options.dry_run:
         raise WidenError("standard output: is closed; send it somewhere, or name a file")
     try:
@@ -267,34 +267,77 @@ def _changed_config(config: ModelConfig, plan: Plan) -> ModelConfig:
 
 def run(job: Job, progress: Progress) -> Report:
     """Carries a job out. Nothing stands at the target before all of it is written; raises WidenError when the system refuses."""
-    counts: dict[str, Counts] = {}
     stream = TensorStream(job.options.threads)
+    writing = _Writing(job, stream, progress)
     try:
         if job.directory:
-            _write_directory(job, stream, counts, progress)
+            _write_directory(job, writing)
         else:
-            _write_file(job, stream, counts, progress)
+            _write_file(job, writing)
     finally:
         stream.close()
         job.checkpoint.close()
-    return Report(job, counts)
+    return Report(job, writing.counts)
 
 
-def _write_file(job: Job, stream: TensorStream, counts: dict[str, Counts], progress: Progress) -> None:
+class _Writing:
+    """The tensors of one run on their way: what is read of the input is kept track of over all output files."""
+
+    def __init__(self, job: Job, stream: TensorStream, progress: Progress) -> None:
+        self.job = job
+        self.stream = stream
+        self.progress = progress
+        self.counts: dict[str, Counts] = {}
+        self.hashing = _tied_digests(job)
+        self.stored = {
+            tensor.name: replace(tensor, source=self.hashing.get(tensor.name, tensor.source))
+            for tensor in job.checkpoint.tensors
+        }
+
+    def shard(self, shard: Shard, output: FileOutput | StreamOutput, forward_only: bool) -> None:
+        """Writes one file: its header, its tensors, and zeros where its format wants gaps filled."""
+        output.write_at(0, shard.header)
+        gaps = dict(zip((name for _, name, _ in shard.tensors), shard.gaps, strict=True)) if shard.gaps else {}
+        for tensor, name, offset in shard.tensors:
+            counted = self.stream.run(tensor, self.source(tensor), [Target(output, offset)], forward_only)
+            if name == tensor.names[0]:
+                self.counts[tensor.source.name] = counted
+            self.progress(tensor.dtype.nbytes(tensor.shape))
+            if name in gaps:
+                where, zeros = gaps[name]
+                output.write_at(where, bytes(zeros))
+
+    def source(self, tensor: TensorPlan) -> StoredTensor:
+        """The stored tensor; held in memory where a pipe, which passes once, is to be written under several names."""
+        stored = self.stored[tensor.source.name]
+        if stored.source.sequential and len(tensor.names) > 1:
+            held = HeldSource(stored.source.name, stored.source.read(stored.offset, stored.nbytes))
+            stored = self.stored[tensor.source.name] = replace(stored, source=held, offset=0)
+        return stored
+
+    def finish(self) -> None:
+        """Reads a pipe to its end and compares its tied weights, before anything is put in place."""
+        self.job.checkpoint.read_to_end()
+        for head, table in self.job.plan.equal_pairs if self.hashing else ():
+            if self.hashing[head].digest() != self.hashing[table].digest():
+                raise _unequal(self.job.checkpoint, head, table)
+
+
+def _write_file(job: Job, writing: _Writing) -> None:
     with ExitStack() as stack:
         # The config is entered first, so it is renamed last: weights alone are seen to be alone, a config alone misleads.
         _open_config(job, stack)
         if is_stream(job.options.output):
             (shard,) = job.shards
             with StreamOutput(job.options.output) as output:
-                _write_shard(job, shard, output, stream, counts, progress, forward_only=True)
-                job.checkpoint.read_to_end()
+                writing.shard(shard, output, forward_only=True)
+                writing.finish()
             return
         for shard in job.shards:
             target = Path(job.options.output).with_name(shard.name) if len(job.shards) > 1 else job.options.output
             file = stack.enter_context(FileOutput(target, shard.nbytes, job.options.force))
-            _write_shard(job, shard, file, stream, counts, progress, forward_only=False)
-        job.checkpoint.read_to_end()
+            writing.shard(shard, file, forward_only=False)
+        writing.finish()
 
 
 def _open_config(job: Job, stack: ExitStack) -> None:
@@ -307,15 +350,16 @@ def _open_config(job: Job, stack: ExitStack) -> None:
         stack.enter_context(output).write_at(0, job.config.to_bytes())
 
 
-def _write_directory(job: Job, stream: TensorStream, counts: dict[str, Counts], progress: Progress) -> None:
+def _write_directory(job: Job, writing: _Writing) -> None:
     with ExitStack() as stack:
         _open_config(job, stack)
         folder = stack.enter_context(DirectoryOutput(job.options.output.rstrip("/"), job.options.force))
         for shard in job.shards:
             with folder.open(shard.name, shard.nbytes) as output:
-                _write_shard(job, shard, output, stream, counts, progress, forward_only=False)
-        job.checkpoint.read_to_end()
-        if len(job.shards) > 1:
+                writing.shard(shard, output, forward_only=False)
+        writing.finish()
+        # The parts of a GGUF name each other; an index and a config.json are safetensors affairs.
+        if len(job.shards) > 1 and not job.checkpoint.gguf:
             weight_map = {name: shard.name for shard in job.shards for _, name, _ in shard.tensors}
             total = sum(tensor.dtype.nbytes(tensor.shape) for shard in job.shards for tensor, _, _ in shard.tensors)
             _write_bytes(folder, INDEX, index_bytes(weight_map, total))
@@ -331,37 +375,3 @@ def _write_directory(job: Job, stream: TensorStream, counts: dict[str, Counts], 
 def _write_bytes(folder: DirectoryOutput, name: str, data: bytes) -> None:
     with folder.open(name, len(data)) as output:
         output.write_at(0, data)
-
-
-def _write_shard(
-    job: Job,
-    shard: Shard,
-    output: FileOutput | StreamOutput,
-    stream: TensorStream,
-    counts: dict[str, Counts],
-    progress: Progress,
-    forward_only: bool,
-) -> None:
-    output.write_at(0, shard.header)
-    gaps = dict(zip((name for _, name, _ in shard.tensors), shard.gaps, strict=True)) if shard.gaps else {}
-    hashing = _tied_digests(job)
-    stored = {
-        tensor.name: replace(tensor, source=hashing.get(tensor.name, tensor.source))
-        for tensor in job.checkpoint.tensors
-    }
-    for tensor, name, offset in shard.tensors:
-        source = stored[tensor.source.name]
-        if source.source.sequential and len(tensor.names) > 1:
-            # A pipe passes once; what is written under several names (per-head vectors) is small enough to hold.
-            held = HeldSource(source.source.name, source.source.read(source.offset, source.nbytes))
-            source = stored[tensor.source.name] = replace(source, source=held, offset=0)
-        counted = stream.run(tensor, source, [Target(output, offset)], forward_only)
-        if name == tensor.names[0]:
-            counts[tensor.source.name] = counted
-        progress(tensor.dtype.nbytes(tensor.shape))
-        if shard.gaps:
-            where, zeros = gaps[name]
-            output.write_at(where, bytes(zeros))
-    for head, table in job.plan.equal_pairs if hashing else ():
-        if hashing[head].digest() != hashing[table].digest():
-            raise _unequal(job.checkpoint, head, table)
