@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +33,15 @@ Outputs = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Variant:
-    """One kind of checkpoint: a transformers model class and the arguments of its config."""
+    """One kind of checkpoint: a transformers model class, the arguments of its config, and inputs other than tokens.
+
+    `small` are parts of the names of matrices that write into the stream, drawn small so that an epsilon shows.
+    """
 
     model_class: str
     config: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Callable[[transformers.PreTrainedConfig], dict[str, torch.Tensor]] | None = None
+    small: tuple[str, ...] = ("o_proj", "down_proj", "c_proj", "output.dense")
 
     def make_config(self) -> transformers.PreTrainedConfig:
         return getattr(transformers, self.model_class).config_class(**self.config)
@@ -118,18 +123,20 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def build(variant: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> transformers.PreTrainedModel:
-    """A model of the named variant; its parameters depend on their names, the seed and nothing else."""
-    described = VARIANTS[variant]
+def build(variant: str | Variant, dtype: torch.dtype = torch.float32, seed: int = 0) -> transformers.PreTrainedModel:
+    """A model of the variant; its parameters depend on their names, the seed and nothing else."""
+    described = VARIANTS[variant] if isinstance(variant, str) else variant
     model = getattr(transformers, described.model_class)(described.make_config())
     model = model.to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_drawn(model, name, parameter, seed))
+            parameter.copy_(_drawn(model, name, parameter, seed, described.small))
     return model
 
 
-def _drawn(model: torch.nn.Module, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
+def _drawn(
+    model: torch.nn.Module, name: str, parameter: torch.Tensor, seed: int, small: tuple[str, ...]
+) -> torch.Tensor:
     """Random values fit for the parameter's role: an active attention, and a stream that eps can disturb."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
     module = model.get_submodule(name.rpartition(".")[0])
@@ -140,8 +147,7 @@ def _drawn(model: torch.nn.Module, name: str, parameter: torch.Tensor, seed: int
         return 0.05 * noise
     if parameter.ndim == 1:
         return 0.1 * noise
-    writes_into_stream = any(word in name for word in ("o_proj", "down_proj", "c_proj", "output.dense"))
-    return (0.05 if writes_into_stream else 0.25) * noise
+    return (0.05 if any(word in name for word in small) else 0.25) * noise
 
 
 def save(
@@ -172,6 +178,7 @@ def outputs(
     model_class: str | None = None,
     *,
     throughout: bool = True,
+    inputs: Callable[[transformers.PreTrainedConfig], dict[str, torch.Tensor]] | None = None,
 ) -> Outputs:
     """All logits, or the last hidden state and the pooled vector, for one fixed batch, as float64 arrays.
 
@@ -181,7 +188,7 @@ def outputs(
     with Float64Throughout() if dtype == torch.float64 and throughout else nullcontext():
         model = load(folder, dtype, model_class)
         with torch.inference_mode():
-            found = model(**fixed_inputs(model.config))
+            found = model(**(inputs or fixed_inputs)(model.config))
     return {name: value.double().numpy() for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 

@@ -23,6 +23,7 @@ from widen_cli.maps import catalog_map, load_map
 from widen_cli.plan import Plan, PlanRequest, make_plan
 from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.text import plan_json, plan_text
+from widen_cli.plan.written import WrittenTypes
 
 GOLDEN = Path(__file__).parent / "golden"
 Shapes = dict[str, tuple[int, ...]]
@@ -122,7 +123,9 @@ def planned(
     """The plan for tensors of one type. `family` is the map of a checkpoint without a config; `config` is then `--set`."""
     headers = [Header(name, STORED[dtype], shape) for name, shape in shapes.items()]
     model = ModelConfig(config, "config.json", present=family is None)
-    request = PlanRequest("in", factor, parse_grow(grow) if grow else {}, scaling, STORED[to] if to else None)
+    request = PlanRequest(
+        "in", factor, parse_grow(grow) if grow else {}, scaling, WrittenTypes(STORED[to] if to else None)
+    )
     return make_plan(catalog_map(family or config["model_type"]), headers, model, request)
 
 

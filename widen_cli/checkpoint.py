@@ -18,7 +18,8 @@ from widen_cli.gguf.checkpoint import gguf_architecture, metadata_config, stored
 from widen_cli.gguf.model import GgufModel, open_gguf
 from widen_cli.hf_directory import HfDirectory, open_directory
 from widen_cli.map_file import map_names
-from widen_cli.maps import ArchitectureMap, catalog_map, load_map, map_for_gguf, map_for_model_type
+from widen_cli.map_rules import ArchitectureMap
+from widen_cli.maps import catalog_map, load_map, map_for_gguf, map_for_model_type
 from widen_cli.plan.match import match_tensors, missing_tensors
 from widen_cli.safetensors_file import StoredTensor, read_header
 from widen_cli.sources import FileSource, PipeSource, Source

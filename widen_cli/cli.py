@@ -21,6 +21,7 @@ from widen_cli.demo import demonstration
 from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError, printable
 from widen_cli.hf_directory import parse_size
+from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.map_file import map_names, map_text
 from widen_cli.output_checks import is_stream
 from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
@@ -172,6 +173,16 @@ def _readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.
     "--dtype", callback=_dtype, metavar="TYPE", help="Write floating-point weights in this type (F32, BF16, F16, ...)."
 )
 @click.option(
+    "--dequantize",
+    type=click.Choice(["F32", "F16"], case_sensitive=False),
+    help="Of a GGUF: write quantised blocks as numbers of this type.",
+)
+@click.option(
+    "--embedding-type",
+    type=click.Choice(["F32", "F16"], case_sensitive=False),
+    help="Of a GGUF: write quantised embedding tables in this type, where their block scales would round.",
+)
+@click.option(
     "--map", "map", metavar="NAME|FILE", help="Architecture map to go by, where the config does not say or none fits."
 )
 @click.option(
@@ -201,6 +212,12 @@ def _readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.
     default="auto",
     show_default=True,
     help="Where copies go: side by side, or an axis as a whole after itself. Quantised blocks may need the latter.",
+)
+@click.option(
+    "--rope",
+    type=click.Choice(ROPE_METHODS),
+    help="How heads grow under rotary positions: a raised base, pairs moved apart with zeros between, or copies of pairs "
+    "with numbers that divide their frequencies.  [default: the first that is exact]",
 )
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads that read, widen and write.  [default: the cores, up to 4]"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import struct
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,11 +17,15 @@ from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.gguf.checkpoint import described_anew
 from widen_cli.hf_directory import index_bytes
 from widen_cli.output_checks import check_output, check_space, is_stream
 from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan
 from widen_cli.plan.growth import parse_grow
+from widen_cli.plan.match import StoredHeader
+from widen_cli.plan.result import EXACT, ConfigChange, Ones
+from widen_cli.plan.written import WrittenTypes
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.shards import Shard, output_shards
 from widen_cli.sources import HashingSource, HeldSource
@@ -43,6 +49,8 @@ class Options:
     grow: str | None = None
     scaling: str = "auto"
     dtype: str | None = None
+    dequantize: str | None = None
+    embedding_type: str | None = None
     map: str | None = None
     config: str | None = None
     settings: tuple[str, ...] = ()
@@ -50,6 +58,7 @@ class Options:
     strip_prefix: str | None = None
     max_shard_size: str | None = None
     layout: str = "auto"
+    rope: str | None = None
     force: bool = False
     dry_run: bool = False
     named: bool = True
@@ -114,6 +123,7 @@ def prepare(options: Options) -> Job:
             check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name)
             raise WidenError(*checkpoint.faults)
         plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
+        plan = _described(plan, checkpoint, options)
         _check_equal(checkpoint, plan)
         companions = companions_of(checkpoint, options.input, options.output, plan.sidecars)
         shards = output_shards(plan, checkpoint, options.input, options.output, options.max_shard_size, directory)
@@ -165,8 +175,14 @@ def _check_targets(
         )
     if checkpoint.gguf and options.dtype:
         faults.add(
-            f"--dtype {options.dtype}: a GGUF keeps its types; convert and quantise it with llama.cpp's own tools"
+            f"--dtype {options.dtype}: a GGUF keeps its types; --dequantize f32 or f16 writes numbers, "
+            "and llama.cpp's own tools quantise"
         )
+    for option, value in (("--dequantize", options.dequantize), ("--embedding-type", options.embedding_type)):
+        if value and not checkpoint.gguf:
+            faults.add(
+                f"{option} {value.lower()}: is for a GGUF; --dtype sets the type of a safetensors model's weights"
+            )
 
 
 def _check_parts(options: Options, checkpoint: Checkpoint, shards: tuple[Shard, ...], directory: bool) -> None:
@@ -208,9 +224,20 @@ def _check_config_target(target: str, checkpoint: Checkpoint, options: Options) 
 def _request(options: Options) -> PlanRequest:
     grow = parse_grow(options.grow) if options.grow is not None else {}
     factor = options.factor if options.factor is not None or grow else 2
-    dtype = STORED[options.dtype] if options.dtype else None
+    asked = (options.dtype, options.dequantize, options.embedding_type)
+    types = WrittenTypes(*(STORED[name] if name else None for name in asked))
     name = "standard input" if options.input == "-" else options.input
-    return PlanRequest(name, factor, grow, options.scaling, dtype, parse_settings(options.settings), options.layout)
+    settings = parse_settings(options.settings)
+    return PlanRequest(name, factor, grow, options.scaling, types, settings, options.layout, options.rope)
+
+
+def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:
+    """The plan with what a GGUF's metadata says of the model as a whole."""
+    if checkpoint.gguf is None:
+        return plan
+    shapes = [(name, tensor.shape) for tensor in plan.tensors for name in tensor.names]
+    changes = described_anew(checkpoint.config, shapes, options.dequantize)
+    return replace(plan, config=(*plan.config, *(ConfigChange(key, old, new, EXACT) for key, old, new in changes)))
 
 
 def _check_equal(checkpoint: Checkpoint, plan: Plan) -> None:
@@ -280,6 +307,12 @@ def run(job: Job, progress: Progress) -> Report:
     return Report(job, writing.counts)
 
 
+def _ones(header: StoredHeader | Ones) -> StoredTensor:
+    """A made tensor as if it had been stored."""
+    data = struct.pack("<f", 1.0) * math.prod(header.shape)
+    return StoredTensor(header.name, header.dtype, header.shape, 0, len(data), HeldSource(header.name, data))
+
+
 class _Writing:
     """The tensors of one run on their way: what is read of the input is kept track of over all output files."""
 
@@ -293,6 +326,7 @@ class _Writing:
             tensor.name: replace(tensor, source=self.hashing.get(tensor.name, tensor.source))
             for tensor in job.checkpoint.tensors
         }
+        self.stored |= {plan.source.name: _ones(plan.source) for plan in job.plan.tensors if plan.made}
 
     def shard(self, shard: Shard, output: FileOutput | StreamOutput, forward_only: bool) -> None:
         """Writes one file: its header, its tensors, and zeros where its format wants gaps filled."""

@@ -80,6 +80,15 @@ def leaf_scales(growth: Growth) -> Iterator[Scale]:
         yield growth.scale
 
 
+def scaled(growth: Growth, scale: Scale) -> Growth:
+    """The same growth with one scale on every leaf."""
+    if isinstance(growth, Laid):
+        return Laid(tuple(scaled(part, scale) for part in growth.parts))
+    if growth.inner is not None:
+        return replace(growth, inner=scaled(growth.inner, scale))
+    return replace(growth, scale=scale)
+
+
 def silent(growth: Growth) -> bool:
     """Whether some of the copies are zero."""
     if isinstance(growth, Laid):

@@ -14,6 +14,9 @@ NOT_HOMOGENEOUS = ("softmax", "tanh", "gelu", "silu", "sigmoid", "softplus", "ex
 POSITIONS = ("rope", "alibi", "sinusoid")
 FORMULA_FUNCTIONS = (*HOMOGENEOUS, *NOT_HOMOGENEOUS, *POSITIONS, "norm", "sqrt")
 CONDITION_FUNCTIONS = ("is_class", "has")
+# How heads grow under rotary positions: old pairs stay where they are and the base is raised; old pair j goes to r*j; or
+# every pair stands r times and numbers in a tensor divide the frequencies.
+ROPE_METHODS = ("theta", "spread", "frequencies")
 
 Fault = tuple[str, int]
 

@@ -44,7 +44,13 @@ class TieSection(_Section):
 class GrowthSection(_Section):
     width: list[str]
     heads: list[str] = []
-    head_dim: str | None = None
+    head_dim: str | list[str] | None = None
+
+
+class RopeSection(_Section):
+    keys: list[str | list[str]] = []
+    tensor: str | None = None
+    methods: dict[str, str | bool]
 
 
 class MapDocument(_Section):
@@ -64,6 +70,9 @@ class MapDocument(_Section):
     drop: list[str] = []
     output: str | None = None
     sidecars: dict[str, dict[str, str]] = {}
+    rope: RopeSection | None = None
+    multipliers: list[str] = []
+    scalars: dict[str, str] = {}
 
 
 def map_document(data: MapData) -> MapDocument:
@@ -144,6 +153,7 @@ def _known_keys(path: Keys) -> list[str]:
         "tensors": TensorSection,
         "tied": TieSection,
         "growth": GrowthSection,
+        "rope": RopeSection,
     }
     section = MapDocument if len(path) == 1 else sections.get(str(path[0]), MapDocument)
     return [field.alias or name for name, field in section.model_fields.items()]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.formulas import Formula, FormulaSyntaxError, parse_formula
 from widen_cli.map_checks import (
     CONDITION_FUNCTIONS,
     FORMULA_FUNCTIONS,
+    ROPE_METHODS,
     SpaceFormula,
     endless,
     multiplier_faults,
@@ -22,140 +22,17 @@ from widen_cli.map_checks import (
 from widen_cli.map_file import (
     Keys,
     MapData,
-    Place,
     catalog_path,
     known_path,
     map_names,
     merged,
     read_map_data,
 )
+from widen_cli.map_rules import ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie
 from widen_cli.map_schema import MapDocument, map_document, real_path
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
 Parsed = TypeVar("Parsed")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A size that may grow: the config keys that may hold it, or the formula that gives it."""
-
-    name: str
-    keys: tuple[str, ...]
-    size: Formula | None
-    otherwise: Formula | None
-    fixed: bool
-
-    @property
-    def computed(self) -> bool:
-        """True for a size that no key holds, so that it follows other sizes."""
-        return not self.keys and self.size is not None
-
-
-@dataclass(frozen=True)
-class Space:
-    """Activations that share one scale: the axis they lie on, or the formula they come out of."""
-
-    name: str
-    axis: str | None
-    formula: Formula | None
-    place: Place
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """How the tensors of one name pattern are stored.
-
-    `need` is `each` (a tensor for every layer), `all-or-none` (name?) or `any` (name??).
-    """
-
-    pattern: str
-    shape: Shape
-    condition: Formula | None
-    when: Formula | None
-    times: Formula | None
-    offset: int
-    need: str
-    place: Place
-
-
-@dataclass(frozen=True)
-class Tie:
-    """`tensor` is the same weight as `to` where `when` holds."""
-
-    tensor: str
-    to: str
-    when: Formula
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Which axes make the model wider, and the two ways its attention can follow."""
-
-    width: tuple[str, ...]
-    heads: tuple[str, ...]
-    head_dim: str | None
-
-
-@dataclass(frozen=True)
-class ArchitectureMap:
-    """A checked map. Shapes and formulas are parsed, every name in them is known."""
-
-    architecture: str
-    file: str
-    model_types: tuple[str, ...]
-    gguf_architectures: tuple[str, ...]
-    prefixes: dict[str, tuple[str, ...]]
-    synonyms: dict[str, str]
-    repeats: dict[str, tuple[str, ...]]
-    defaults: dict[str, Any]
-    axes: dict[str, Axis]
-    growth: Growth
-    requires: tuple[Formula, ...]
-    spaces: dict[str, Space]
-    tensors: tuple[TensorRule, ...]
-    tied: tuple[Tie, ...]
-    drop: tuple[str, ...]
-    output: str | None
-    sidecars: dict[str, dict[str, str]]
-
-    def axis_of(self, name: str) -> Axis | None:
-        """The axis that a space (or an axis of that name) lies on, found through the formulas it comes out of."""
-        seen: set[str] = set()
-        while name not in self.axes:
-            space = self.spaces.get(name)
-            if space is None or name in seen:
-                return None
-            seen.add(name)
-            if space.axis is not None:
-                name = space.axis
-            elif space.formula is not None:
-                inner = [word for word, _, called in space.formula.names() if not called]
-                name = next((word for word in inner if word in self.spaces or word in self.axes), "")
-        return self.axes[name]
-
-    def spellings(self) -> Iterator[tuple[tuple[str, str], ...]]:
-        """The ways a checkpoint may spell the map's prefixes, as (prefix, written) pairs; the map's own first."""
-        yield ()
-        for prefix, others in self.prefixes.items():
-            for other in others:
-                yield ((prefix, other),)
-
-
-def name_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a name pattern: `*` is one part between dots, `{axis}` a number in the name."""
-    parts = re.split(r"(\*|\{\w+\})", pattern)
-    expression, seen = "", set()
-    for part in parts:
-        # An axis counted twice is a fault that the map's check reports; the pattern must not fail before it.
-        expression += re.escape(part) if part in seen and part.startswith("{") else _part_expression(part)
-        seen.add(part)
-    return re.compile(expression)
-
-
-def _part_expression(part: str) -> str:
-    if part == "*":
-        return r"([^.]+)"
-    return rf"(?P<{part[1:-1]}>[0-9]+)" if part.startswith("{") else re.escape(part)
 
 
 def load_map(path: Path, shown: str | None = None) -> ArchitectureMap:
@@ -207,7 +84,9 @@ class _Compiler:
                 },
                 defaults=document.config,
                 axes=axes,
-                growth=Growth(tuple(document.growth.width), tuple(document.growth.heads), document.growth.head_dim),
+                growth=Growth(
+                    tuple(document.growth.width), tuple(document.growth.heads), *_head_dim(document.growth.head_dim)
+                ),
                 requires=tuple(
                     self.condition(text, ("requires", n), document) for n, text in enumerate(document.requires)
                 ),
@@ -220,6 +99,9 @@ class _Compiler:
                 drop=tuple(document.drop),
                 output=document.output,
                 sidecars=document.sidecars,
+                rope=self.rope(document),
+                multipliers=tuple(document.multipliers),
+                scalars=document.scalars,
             )
 
     def fault(self, path: Keys, message: str, column: int = 0) -> None:
@@ -306,6 +188,24 @@ class _Compiler:
                 known_all = False
         return known_all
 
+    def rope(self, document: MapDocument) -> Rope | None:
+        section = document.rope
+        if section is None:
+            return None
+        methods = {}
+        for name, text in section.methods.items():
+            if name not in ROPE_METHODS:
+                self.key_fault(
+                    ("rope", "methods", name), f"'{name}' is no way to grow{did_you_mean(name, ROPE_METHODS)}"
+                )
+            methods[name] = self.condition(str(text), ("rope", "methods", name), document)
+        if "theta" in methods and not section.keys:
+            self.key_fault(("rope",), "theta needs 'keys', the config keys of the angles' base")
+        if "frequencies" in methods and section.tensor is None:
+            self.key_fault(("rope",), "frequencies needs a 'tensor' of numbers that divide them")
+        keys = tuple((key,) if isinstance(key, str) else tuple(key) for key in section.keys)
+        return Rope(keys, section.tensor, methods)
+
     def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
         for name, sections in document.tensors.items():
             pattern = name.rstrip("?")
@@ -361,7 +261,8 @@ class _Compiler:
         uses: list[tuple[Keys, str, Iterable[str]]] = [
             *((("growth", "width", n), axis, document.axes) for n, axis in enumerate(growth.width)),
             *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
-            *([(("growth", "head_dim"), growth.head_dim, document.axes)] if growth.head_dim else []),
+            *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(_named(growth.head_dim))),
+            *((("multipliers", n), key, document.config) for n, key in enumerate(document.multipliers)),
             *(
                 (("sidecars", file, key), axis, document.axes)
                 for file, keys in document.sidecars.items()
@@ -371,12 +272,35 @@ class _Compiler:
         patterns = {name.rstrip("?") for name in document.tensors}
         for number, tie in enumerate(document.tied):
             uses += [(("tied", number, "tensor"), tie.tensor, patterns), (("tied", number, "to"), tie.to, patterns)]
+        for weight, scalar in document.scalars.items():
+            uses += [(("scalars", weight), weight, patterns), (("scalars", weight), scalar, patterns)]
+        if document.rope is not None and document.rope.tensor is not None:
+            uses.append((("rope", "tensor"), document.rope.tensor, patterns))
         if document.output is not None:
             uses.append((("output",), document.output, {*document.axes, *document.spaces}))
         for path, word, known in uses:
             if word not in known:
-                what = {"tied": "tensor", "output": "axis or space"}.get(str(path[0]), "axis")
+                what = _WHAT.get(str(path[0]), "axis")
                 self.fault(path, f"'{word}' is no {what} of this map{did_you_mean(word, known)}")
+
+
+_WHAT = {
+    "tied": "tensor",
+    "scalars": "tensor",
+    "rope": "tensor",
+    "multipliers": "config key",
+    "output": "axis or space",
+}
+
+
+def _named(head_dim: str | list[str] | None) -> list[str]:
+    return [head_dim] if isinstance(head_dim, str) else head_dim or []
+
+
+def _head_dim(head_dim: str | list[str] | None) -> tuple[str | None, tuple[str, ...]]:
+    """The axis of a head's size, and those that grow with it."""
+    axes = _named(head_dim)
+    return (axes[0] if axes else None), tuple(axes[1:])
 
 
 @cache

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from widen_cli.blocks import block_type, scale_blocks, widen_row_blocks
+from widen_cli.blocks import block_type, dequantized, scale_blocks, widen_row_blocks
 from widen_cli.dimensions import Copies, Growth, Run, leaf_scales, nested, runs
 from widen_cli.dtypes import DType
 from widen_cli.plan.result import TensorPlan
 from widen_cli.scales import Scale
-from widen_cli.transform import Cast, Counts, widened_rows
+from widen_cli.transform import Cast, Counts, times_copies, widened_rows
 
 BLOCK_BYTES = 4 << 20  # of output; small enough for the caches, large enough that a system call costs nothing beside it
 ROW_BYTES = 1 << 20  # rows above this size are taken apart along their next dimension
@@ -191,11 +191,16 @@ class _Work:
     def widened(self, data: bytes | memoryview, run: Run, counts: Counts) -> npt.NDArray[Any]:
         """A block's rows with their trailing dimensions widened, [n, ...]."""
         scale = run.scale * self.plan.scale
-        if self.layout.source.kind == "blocks":
+        if self.layout.target.kind == "blocks":
             return _widened_blocks(data, self.layout, scale, counts)
-        rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
-        cast = Cast(self.layout.source, self.layout.target, self.plan.offset)
-        return widened_rows(rows, self.layout.trailing, scale, cast, counts)
+        if self.layout.source.kind == "blocks":
+            stored = np.frombuffer(data, np.uint8).reshape(run.stop - run.start, self.layout.old_bytes)
+            rows = dequantized(stored, block_type(self.layout.source.name))
+        else:
+            rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
+        cast = Cast(self.plan.held, self.layout.target, self.plan.offset)
+        wide = widened_rows(rows, self.layout.trailing, scale, cast, counts)
+        return times_copies(wide, self.plan.copy_factors, counts) if self.plan.copy_factors else wide
 
     def block(self, block: Block) -> Counts:
         return self.widen(block, self.read(block.run.start, block.run.stop))

@@ -199,6 +199,14 @@ def widened_rows(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: 
     return bits
 
 
+def times_copies(bits: Array, factors: tuple[float, ...], counts: Counts) -> Array:
+    """Rows of float32 bits, [n, copies * values] with copies side by side, each copy times its own factor."""
+    values = bits.view(np.float32).reshape(len(bits), -1, len(factors)).astype(np.float64)
+    counts.rounded += sum(factor != 1 for factor in factors) * values[..., 0].size
+    counts.values += (len(factors) - 1) * values[..., 0].size
+    return np.asarray((values * np.array(factors)).astype(np.float32).view(bits.dtype).reshape(bits.shape))
+
+
 def _scaled(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: Cast, counts: Counts) -> Array:
     """The rows' values times the product of all their leaves' scales."""
     leaves = [list(_leaves(growth)) for growth in trailing]

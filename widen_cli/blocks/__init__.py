@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from widen_cli.blocks.codes import Coder, Field, coders
 from widen_cli.blocks.layout import RowLayout, can_widen, row_layout
+from widen_cli.blocks.numbers import can_dequantize, dequantized
 from widen_cli.blocks.scales import can_scale, scale_blocks
 from widen_cli.blocks.types import BLOCK_TYPES, BlockLayoutError, BlockType, block_type
 from widen_cli.dimensions import Growth
@@ -20,8 +21,10 @@ __all__ = [
     "BlockLayoutError",
     "BlockType",
     "block_type",
+    "can_dequantize",
     "can_scale",
     "can_widen",
+    "dequantized",
     "scale_blocks",
     "widen_row_blocks",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from widen_cli.config import ModelConfig
@@ -54,6 +55,41 @@ def metadata_config(model: GgufModel, name: str) -> ModelConfig:
         if key.startswith((prefix, "general."))
     }
     return ModelConfig(values, name, per_layer=True)
+
+
+FILE_TYPE = "general.file_type"
+SIZE_LABEL = "general.size_label"
+COUNTS = ("general.parameter_count", "general.parameter-count", "parameter_count")
+# llama_ftype of llama.cpp: all tensors F32; F16 but for the one-dimensional.
+FILE_TYPES = {"F32": 0, "F16": 1}
+
+
+def described_anew(
+    config: ModelConfig, tensors: Sequence[tuple[str, tuple[int, ...]]], dequantized: str | None
+) -> list[tuple[str, object, object]]:
+    """What the metadata says of the model as a whole and is not true of the wide one: (key, old, new).
+
+    That is the number of parameters, the label made of it, and the file's type where it is dequantised. Keys that are
+    absent stay so. `tensors` are those of the wide model, names and shapes.
+    """
+    found = [(key, config.get(key)) for key in (*COUNTS, SIZE_LABEL, FILE_TYPE)]
+    new: dict[str, object] = {FILE_TYPE: FILE_TYPES[dequantized]} if dequantized else {}
+    total = sum(math.prod(shape) for _, shape in tensors)
+    new |= dict.fromkeys(COUNTS, total)
+    if config.get(SIZE_LABEL) is not None:
+        new[SIZE_LABEL] = _size_label(tensors, total)
+    return [(key, old, new[key]) for key, old in found if old is not None and key in new and old != new[key]]
+
+
+def _size_label(tensors: Sequence[tuple[str, tuple[int, ...]]], total: int) -> str:
+    """The label as gguf-py makes it, `135M` or `8x7B`, the parameters of experts counted once."""
+    from gguf.utility import size_label  # imported when used: it costs a plain run more than all else
+
+    experts = [shape for name, shape in tensors if "_exps." in name and len(shape) == 3]
+    each = sum(math.prod(shape) // shape[0] for shape in experts)
+    shared = total - sum(map(math.prod, experts))
+    count = sum(shape[0] for shape in experts) // len(experts) if experts else 0
+    return str(size_label(total, shared, each, count))
 
 
 def changed_metadata(model: GgufModel, name: str, changes: Iterable[tuple[str, Any]]) -> dict[str, GgufValue]:

@@ -35,7 +35,7 @@ class ConfigChanges:
 
     def all(self, scales: dict[str, Any]) -> list[ConfigChange]:
         """Every change. Raises WidenError for an epsilon that is no number."""
-        return self.sizes() + self.epsilons(scales) + self.dtypes()
+        return self.sizes() + self.epsilons(scales) + self.multipliers(scales) + self.dtypes()
 
     def sizes(self) -> list[ConfigChange]:
         changes = []
@@ -77,6 +77,21 @@ class ConfigChanges:
                 )
             new = float(old) * float(scale)
             changes.append(ConfigChange(key, self.config.get(key), new, exactness))
+        return changes
+
+    def multipliers(self, scales: dict[str, Any]) -> list[ConfigChange]:
+        """The run-time multipliers that take a factor, such as that of an attention whose heads grow."""
+        changes = []
+        for key in sorted(self.spaces.multipliers):
+            if (scale := scales.get(key)) is None or scale.is_one:
+                continue
+            old = self.config.get(key)
+            if not _is_number(old):
+                raise WidenError(f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed")
+            new = old * scale.fraction if isinstance(old, int) and scale.fraction else float(old) * float(scale)
+            whole = isinstance(old, int) and new == int(new)
+            exactness = EXACT if scale.is_power_of_two else ROUNDS
+            changes.append(ConfigChange(key, old, int(new) if whole else float(new), exactness))
         return changes
 
     def dtypes(self) -> list[ConfigChange]:

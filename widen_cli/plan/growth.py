@@ -11,7 +11,7 @@ from fractions import Fraction
 from widen_cli.errors import WidenError, did_you_mean
 from widen_cli.formulas import Formula, dotted
 from widen_cli.map_checks import POSITIONS
-from widen_cli.maps import ArchitectureMap
+from widen_cli.map_rules import ArchitectureMap
 
 FACTOR_LIMIT = 65536  # beyond any model, and small enough that its primes are found at once
 
@@ -125,7 +125,10 @@ def _completions(
 def _all_factors(architecture: ArchitectureMap, chosen: Mapping[str, int]) -> dict[str, int] | None:
     """Factors of every axis from those of the ones with keys; None where one would be no whole number."""
     factors = {name: Fraction(1 if axis.fixed else chosen.get(name, 1)) for name, axis in architecture.axes.items()}
+    growth = architecture.growth
     for _ in architecture.axes:
+        if growth.head_dim is not None:
+            factors |= {name: factors[growth.head_dim] for name in growth.with_head_dim if name not in chosen}
         for name, axis in architecture.axes.items():
             if axis.computed and axis.size is not None and not axis.fixed:
                 factors[name] = _factor_of(axis.size.tree, factors)

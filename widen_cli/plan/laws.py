@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from widen_cli.formulas import Formula, dotted
 from widen_cli.map_checks import HOMOGENEOUS, POSITIONS
-from widen_cli.maps import ArchitectureMap
+from widen_cli.map_rules import ArchitectureMap
 from widen_cli.scales import ONE, Scale
 
 
@@ -70,7 +70,8 @@ class FormulaReader:
     """Turns the formulas of spaces into laws.
 
     `factor` gives the growth of the axis a name lies on, `condition` decides `x if c else y`,
-    `function` the activation that a config key names.
+    `function` the activation that a config key names. `once` are axes whose new positions are zero on one side of q.k,
+    `multipliers` the config keys that may take a factor.
     """
 
     def __init__(
@@ -79,11 +80,15 @@ class FormulaReader:
         factor: Callable[[str], int],
         condition: Callable[[ast.expr], bool],
         function: Callable[[str], str],
+        once: frozenset[str] = frozenset(),
+        multipliers: frozenset[str] = frozenset(),
     ) -> None:
         self.architecture = architecture
         self.factor = factor
         self.condition = condition
         self.function = function
+        self.once = once
+        self.multipliers = multipliers
         self.reading = Reading()
 
     def read(self, present: set[str], written: set[str]) -> Reading:
@@ -152,7 +157,7 @@ class FormulaReader:
         return Power()
 
     def named(self, name: str) -> Power:
-        if name in self.architecture.spaces or name in self.architecture.axes:
+        if name in self.multipliers or name in self.architecture.spaces or name in self.architecture.axes:
             return Power({name: Fraction(1)})
         return Power()
 
@@ -161,10 +166,14 @@ class FormulaReader:
         if len(left.spaces) == 1 and len(right.spaces) == 1:
             pair = (next(iter(left.spaces)), next(iter(right.spaces)))
             self.reading.contractions.append(pair)
-            return left * right * Power(known=Scale.of(self.factor(pair[0])))
+            axis = self.architecture.axis_of(pair[0])
+            summed = 1 if axis is not None and axis.name in self.once else self.factor(pair[0])
+            return left * right * Power(known=Scale.of(summed))
         return left * right
 
     def called(self, name: str, node: ast.Call, formula: Formula | None) -> Power:
+        if name == "sqrt" and (key := dotted(node.args[0])) in self.multipliers:
+            return Power({key: Fraction(1, 2)})
         if name == "sqrt":
             return Power(known=Scale.of(self.factor(dotted(node.args[0]))) ** Fraction(1, 2))
         if name == "rope":

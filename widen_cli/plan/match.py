@@ -12,7 +12,7 @@ from widen_cli.config import MISSING, ModelConfig
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
-from widen_cli.maps import ArchitectureMap, TensorRule, Tie, name_pattern
+from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie, name_pattern
 
 MISSING_SHOWN = 8
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")

@@ -16,7 +16,7 @@ class Roles:
 
     `streams` are read by a norm and written by matrices; `growth` is the factor of a space's axis;
     `read_growth` the factor of the whole dimension in which it is read; `writers_growth` that of the
-    dimensions read by the matrices which write a stream.
+    dimensions read by the matrices which write a stream. `multipliers` are config keys that may take a factor.
     """
 
     streams: tuple[str, ...]
@@ -26,6 +26,7 @@ class Roles:
     growth: dict[str, int]
     read_growth: dict[str, int]
     writers_growth: dict[str, int]
+    multipliers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ def solve(mode: Mode, laws: list[Law], reading: Reading, roles: Roles) -> dict[s
     ]
     for space, wish in wishes:
         equations.prefer(space, wish(roles, space), f"{mode.name} sets s({space})")
+    for key in roles.multipliers:
+        equations.prefer(key, ONE, f"{mode.name} leaves {key} alone")
     names = {
+        *roles.multipliers,
         *roles.streams,
         *roles.norm_outputs,
         *roles.others,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from widen_cli.config import ModelConfig
-from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.formulas import UnknownValueError
-from widen_cli.maps import ArchitectureMap
+from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import ConfigChanges, wide_sizes
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes
 from widen_cli.plan.layouts import Arrangement, arrange
+from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import (
     MISSING_SHOWN,
     Match,
@@ -27,9 +27,11 @@ from widen_cli.plan.match import (
 )
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.result import Plan, TensorPlan
+from widen_cli.plan.rotary import Rotary, base_changes, divisors, rotary_axes, rotary_method
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import SpaceScales
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
+from widen_cli.plan.written import WrittenTypes
 from widen_cli.scales import ContradictionError
 
 
@@ -41,9 +43,10 @@ class PlanRequest:
     factor: int | None = None
     grow: dict[str, int] = field(default_factory=dict)
     scaling: str = "auto"
-    dtype: DType | None = None
+    types: WrittenTypes = field(default_factory=WrittenTypes)
     settings: dict[str, Any] = field(default_factory=dict)
     layout: str = "auto"
+    rope: str | None = None
 
 
 def make_plan(
@@ -57,11 +60,14 @@ def make_plan(
     positions = position_axes(
         architecture, {name: space.formula for name, space in architecture.spaces.items() if space.formula}
     )
-    growth = axis_growth(
-        architecture, request.factor, request.grow, _by_heads(architecture, match, positions, request.dtype), positions
-    )
+    method = rotary_method(architecture, config, request.rope)
+    fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
+    by_heads = _by_heads(architecture, match, positions, request.types)
+    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed)
     _check_requirements(architecture, sizes, growth, request.file)
-    return _Planner(architecture, match, sizes, growth, config, request).plan(tensors)
+    axes = rotary_axes(architecture)
+    rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
+    return _Planner(architecture, match, sizes, growth, config, request, rotary).plan(tensors)
 
 
 def check_names(architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, file: str) -> None:
@@ -99,17 +105,17 @@ def _check_input(
     return sizes
 
 
-def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], dtype: DType | None) -> bool:
+def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
     """Whether attention grows by more heads by default: under rotary positions, and for less than 32 bits.
 
     The factor that a larger head size needs, r**(-1/4), would be rounded in half precision.
     """
     head_dim = architecture.growth.head_dim
-    if head_dim is None or head_dim in positions.get("rope", set()):
+    if head_dim is None or {head_dim, *architecture.growth.with_head_dim} & positions.get("rope", set()):
         return True
     if any(axis in positions.get("alibi", set()) for axis in architecture.growth.heads):
         return False
-    return any((dtype or item.tensor.dtype).bits < 32 for item in match.matched)
+    return any((types.dtype or item.tensor.dtype).bits < 32 for item in match.matched)
 
 
 def _check_requirements(architecture: ArchitectureMap, sizes: Sizes, growth: AxisGrowth, file: str) -> None:
@@ -146,22 +152,24 @@ class _Planner:
         growth: AxisGrowth,
         config: ModelConfig,
         request: PlanRequest,
+        rotary: Rotary,
     ) -> None:
         self.architecture = architecture
+        self.rotary = rotary
         self.match = match
         self.sizes = sizes
         self.growth = growth
         self.config = config
         self.request = request
         self.file = printable(request.file)
-        self.spaces = SpaceScales(architecture, match, growth.factors, config)
-        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.dtype)
+        self.spaces = SpaceScales(architecture, match, growth.factors, config, rotary)
+        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.types.dtype)
         self.warnings: list[str] = []
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
         mode, why, scales = self.choose_mode()
         arranged = self.arranged(tensors, mode, scales)
-        config = self.changes.all(scales)
+        config = self.changes.all(scales) + base_changes(self.architecture, self.config, self.rotary)
         self.warn()
         if not self.config.present and config:
             listed = ", ".join(f"{change.key} = {change.new}" for change in config)
@@ -177,7 +185,7 @@ class _Planner:
             mode=mode,
             why=why,
             factors=self.growth.factors,
-            scales=scales,
+            scales={name: scale for name, scale in scales.items() if name not in self.spaces.multipliers},
             tensors=arranged.tensors,
             dropped=tuple(tensor.name for tensor in self.match.dropped),
             config=tuple(config),
@@ -195,6 +203,7 @@ class _Planner:
                 if not axis.fixed and (axis.keys or name == self.architecture.growth.head_dim)
             ),
             equal_pairs=self.spaces.stored_ties(),
+            output=self.architecture.output,
         )
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
@@ -217,7 +226,7 @@ class _Planner:
                     f"--scaling auto takes a mode that is"
                 ) from None
         why = ""
-        if all((self.request.dtype or item.tensor.dtype).bits >= 32 for item in self.match.matched):
+        if all((self.request.types.dtype or item.tensor.dtype).bits >= 32 for item in self.match.matched):
             try:
                 scales = self.spaces.solve(MODES["orthogonal"])
                 if self.config.present or not self.changes.epsilons(scales):
@@ -266,7 +275,8 @@ class _Planner:
     def tensor_plans(
         self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any], layout: str
     ) -> tuple[TensorPlan, ...]:
-        builder = TreeBuilder(self.sizes, self.growth.factors, scales, self.spaces.silent(MODES[mode]), layout)
+        silent, first = self.spaces.silent(MODES[mode]), self.spaces.first_copies()
+        builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first)
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         planned: list[TensorPlan] = []
@@ -276,8 +286,9 @@ class _Planner:
             if tensor.name in carried:
                 planned.append(TensorPlan(tensor, (tensor.name,), tensor.name, tensor.dtype))
             elif item := matched.get(tensor.name):
+                target = self.request.types.of(self.architecture, item)
                 try:
-                    planned.append(builder.tensor_plan(item, self.match, self.request.dtype))
+                    planned.append(builder.tensor_plan(item, self.match, target))
                 except UnfitTypeError as error:
                     unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:
@@ -286,7 +297,16 @@ class _Planner:
             raise WidenError(*unfit.texts)
         if unknown:
             raise WidenError(self.needs(unknown))
-        return tuple(planned)
+        return self.with_made(with_scalars(self.architecture, planned))
+
+    def with_made(self, planned: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
+        """The plans with the tensor that divides frequencies, where heads grow by it."""
+        rope, factor = self.architecture.rope, self.rotary.factor
+        if rope is None or rope.tensor is None or self.rotary.method != "frequencies" or factor == 1:
+            return planned
+        (axis,) = self.rotary.axes
+        pairs = self.sizes.known[axis]
+        return with_divisors(planned, rope.tensor, pairs, divisors(self.config, self.architecture, factor, 2 * pairs))
 
     def needs(self, unknown: dict[str, str]) -> str:
         """What to say of axes whose sizes nothing tells; `unknown` names for each a tensor that holds a product with it."""

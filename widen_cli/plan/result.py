@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from widen_cli.dimensions import Growth, leaf_scales
-from widen_cli.dtypes import DType
+from widen_cli.dtypes import STORED, DType
 from widen_cli.plan.match import StoredHeader
 from widen_cli.scales import Scale
 
 EXACT, ROUNDS, DEPENDS = "exact", "rounds", "depends on values"
+
+
+@dataclass(frozen=True)
+class Ones:
+    """A tensor that the input lacks: float32, every value 1."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: ClassVar[DType] = STORED["F32"]
 
 
 @dataclass(frozen=True)
@@ -19,15 +28,22 @@ class TensorPlan:
 
     `names` are the tensors written (several where heads are numbered in names), `growth` a tree for each stored dimension,
     None for a tensor that is copied as it is. `offset` is c for a gain that is stored as w and used as c + w.
+    `copy_factors` multiply the copies of each value of a vector, one number for each copy.
     """
 
-    source: StoredHeader
+    source: StoredHeader | Ones
     names: tuple[str, ...]
     pattern: str
     dtype: DType
     growth: tuple[Growth, ...] | None = None
     scale: Scale = field(default_factory=Scale)
     offset: int = 0
+    copy_factors: tuple[float, ...] = ()
+
+    @property
+    def made(self) -> bool:
+        """Whether the input lacks the tensor."""
+        return isinstance(self.source, Ones)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,17 +74,23 @@ class TensorPlan:
     @property
     def exactness(self) -> str:
         """`exact`, `rounds` or `depends on values`, from the factors and the types alone."""
+        if self.copy_factors:
+            return ROUNDS
         if self.source.dtype == self.dtype and all(scale.is_one for scale in self.scales):
             return EXACT
         if self.offset or not all(scale.is_power_of_two for scale in self.scales):
             return ROUNDS
         if self.dtype.kind == "blocks":
             return DEPENDS
-        if not _holds(self.dtype, self.source.dtype):
+        if not _holds(self.dtype, self.held):
             return ROUNDS
         narrow = self.dtype.bits < 16 or self.dtype.name == "F16"
-        widened = self.dtype != self.source.dtype
-        return DEPENDS if narrow and not (widened and self.dtype.bits > self.source.dtype.bits) else EXACT
+        return DEPENDS if narrow and not self.dtype.bits > self.held.bits else EXACT
+
+    @property
+    def held(self) -> DType:
+        """The element type that the stored values are read in: quantised blocks that are to become numbers are float32."""
+        return STORED["F32"] if self.source.dtype.kind == "blocks" else self.source.dtype
 
 
 # Which types hold every value of another: significand bits and exponent bits.
@@ -93,8 +115,8 @@ class ConfigChange:
 class Plan:
     """Everything that one run will write, resolved before a byte moves.
 
-    `axes` are the ones a user can name; `scales` gives s of each space; `tensors` stands in the order of the input;
-    `warnings` are for the user.
+    `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states;
+    `tensors` stands in the order of the input; `warnings` are for the user.
     """
 
     architecture: str
@@ -110,6 +132,7 @@ class Plan:
     warnings: tuple[str, ...]
     axes: tuple[str, ...] = ()
     equal_pairs: tuple[tuple[str, str], ...] = ()
+    output: str | None = None
 
     @property
     def grown(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, did_you_mean, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
-from widen_cli.maps import ArchitectureMap, Axis
+from widen_cli.map_rules import ArchitectureMap, Axis
 from widen_cli.plan.match import Match, Matched, config_lookup
 from widen_cli.shapes import Name, Product, Term
 

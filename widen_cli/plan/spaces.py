@@ -11,10 +11,11 @@ from widen_cli.config import ModelConfig
 from widen_cli.errors import WidenError, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_checks import HOMOGENEOUS, NOT_HOMOGENEOUS
-from widen_cli.maps import ArchitectureMap, TensorRule, Tie
+from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie
 from widen_cli.plan.laws import FormulaReader, Law, Power, epsilon_laws, width_power
 from widen_cli.plan.match import Match, config_lookup
 from widen_cli.plan.modes import Mode, Roles, solve
+from widen_cli.plan.rotary import Rotary
 from widen_cli.scales import ONE, Scale
 from widen_cli.shapes import Parts, Product, Term
 
@@ -47,7 +48,12 @@ class SpaceScales:
     """Solves for the scales of the spaces that a matched checkpoint has."""
 
     def __init__(
-        self, architecture: ArchitectureMap, match: Match, factors: dict[str, int], config: ModelConfig
+        self,
+        architecture: ArchitectureMap,
+        match: Match,
+        factors: dict[str, int],
+        config: ModelConfig,
+        rotary: Rotary | None = None,
     ) -> None:
         self.architecture = architecture
         self.match = match
@@ -56,7 +62,9 @@ class SpaceScales:
         self.lookup = config_lookup(architecture, config)
         self.rules = list({id(item.rule): item.rule for item in match.matched}.values())
         self.ties = [tie for tie in match.ties if self.applies(tie)]
-        reader = FormulaReader(architecture, self.factor, self.condition, self.function)
+        self.once = rotary.once if rotary else frozenset()
+        self.multipliers = frozenset(key for key in architecture.multipliers if self.config.get(key) is not None)
+        reader = FormulaReader(architecture, self.factor, self.condition, self.function, self.once, self.multipliers)
         self.reading = reader.read(self.present(), self.written())
         self.roles = self.find_roles()
         self.laws = (
@@ -154,7 +162,22 @@ class SpaceScales:
             growth={name: self.factor(name) for name in free},
             read_growth=dict(read_growth),
             writers_growth=dict(writers_growth),
+            multipliers=tuple(sorted(self.multipliers)),
         )
+
+    def first_copies(self) -> frozenset[str]:
+        """The spaces of which only the first copies are written: one side of every q.k that counts old pairs once."""
+        chosen: set[str] = set()
+        for query, key in self.reading.contractions:
+            axis = self.architecture.axis_of(query)
+            if axis is not None and axis.name in self.once:
+                side = next((name for name in (key, query) if name in self.written()), None)
+                if side is None:
+                    raise WidenError(
+                        f"map '{self.architecture.file}': no tensor writes {query} or {key}, so no pair of either can be zero"
+                    )
+                chosen.add(side)
+        return frozenset(chosen)
 
     def applies(self, tie: Tie) -> bool:
         """A tie binds where the weight is stored and what its head reads is there."""

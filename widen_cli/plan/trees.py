@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from widen_cli.blocks import block_type, can_scale, can_widen
+from widen_cli.blocks import block_type, can_dequantize, can_scale, can_widen
 from widen_cli.dimensions import Copies, Growth, Laid, leaf_scales
 from widen_cli.dtypes import DType
 from widen_cli.errors import printable
 from widen_cli.plan.laws import width_power
 from widen_cli.plan.match import Match, Matched
 from widen_cli.plan.result import TensorPlan
+from widen_cli.plan.rotary import Rotary
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import carrier, paths
 from widen_cli.scales import ONE, Scale
@@ -31,9 +32,10 @@ class UnfitTypeError(Exception):
 
 
 class TreeBuilder:
-    """Makes tensor plans; `silent` are the spaces of which only the first copies are read.
+    """Makes tensor plans; `silent` are the spaces of which only the first copies are read, `first` those of which only
+    they are written.
 
-    `layout` is `interleave`, copies side by side, or `tile`, an axis as a whole after itself.
+    `layout` is `interleave`, copies side by side, or `tile`, an axis as a whole after itself; what is rotated goes its own way.
     """
 
     def __init__(
@@ -43,15 +45,19 @@ class TreeBuilder:
         scales: dict[str, Scale],
         silent: frozenset[str],
         layout: str = "interleave",
+        rotary: Rotary | None = None,
+        first: frozenset[str] = frozenset(),
     ) -> None:
         self.tiled = layout == "tile"
+        self.rotary = rotary or Rotary()
+        self.first = first
         self.sizes = sizes
         self.factors = factors
         self.scales = scales
         self.silent = silent
 
-    def tensor_plan(self, item: Matched, match: Match, dtype: DType | None) -> TensorPlan:
-        """The plan of a matched tensor.
+    def tensor_plan(self, item: Matched, match: Match, target: DType) -> TensorPlan:
+        """The plan of a matched tensor that is written in the type `target`.
 
         Raises UnknownSizeError where a size is needed that nothing tells, UnfitTypeError for integers and the like.
         """
@@ -60,7 +66,6 @@ class TreeBuilder:
             self.dimension(dimension, size) for dimension, size in zip(rule.shape.dimensions, tensor.shape, strict=True)
         )
         multiplier = ONE if rule.times is None else width_power(rule.times.tree, self.factor)
-        target = dtype if dtype is not None and tensor.dtype.kind == "float" else tensor.dtype
         scale = multiplier**-1
         weight = any(dimension.role != "carried" for dimension in rule.shape.dimensions)
         if tensor.dtype.kind == "opaque" or (weight and tensor.dtype.kind == "integer"):
@@ -84,8 +89,7 @@ class TreeBuilder:
         return 1 if axis is None else self.factors[axis.name]
 
     def dimension(self, dimension: Dimension, stored: int) -> Growth:
-        tree = self.tree((dimension.term,), (), dimension.role, stored)
-        return tiled(tree) if self.tiled else tree
+        return self.tree((dimension.term,), (), dimension.role, stored)
 
     def tree(self, terms: tuple[Term, ...], before: tuple[str, ...], role: str, total: int | None) -> Growth:
         """The tree of the product of `terms`, which covers `total` old positions; `before` are the names outside of it."""
@@ -100,7 +104,8 @@ class TreeBuilder:
             whole = total if size is None or not before else size
             if whole is None:
                 raise UnknownSizeError(self.unknown(terms))
-            return Copies(whole, copies, self.silences(path, role) and copies > 1, self.leaf_scale(path, role))
+            first_only = self.silences(path, role) or self.written_once(head.text, role)
+            return self.node(whole, head.text, first_only, self.leaf_scale(path, role))
         inner_total = None if total is None or size is None else total // size
         if copies == 1 and size is None:
             return self.merged_into_next(terms, before, role, total)
@@ -111,7 +116,18 @@ class TreeBuilder:
         )
         if copies == 1 and isinstance(inner, Copies):
             return replace(inner, size=size * inner.size)
-        return Copies(size, copies, self.silences((*path, *_first_path(rest)), role) and copies > 1, ONE, inner)
+        first_only = self.silences((*path, *_first_path(rest)), role) or self.written_once(head.text, role)
+        return self.node(size, head.text, first_only, ONE, inner)
+
+    def node(self, size: int, name: str, first_only: bool, scale: Scale, inner: Growth | None = None) -> Copies:
+        """`size` positions of the axis that a name lies on, repeated as it grows and as it is laid."""
+        copies = self.factor(name)
+        if copies == 1:
+            return Copies(size, 1, False, scale, inner)
+        axis = self.sizes.axis_of(name)
+        if self.rotary.tiles(axis.name if axis else name, self.tiled):
+            return Copies(1, copies, first_only, ONE, Copies(size, 1, False, scale, inner))
+        return Copies(size, copies, first_only, scale, inner)
 
     def merged_into_next(
         self, terms: tuple[Term, ...], before: tuple[str, ...], role: str, total: int | None
@@ -125,8 +141,10 @@ class TreeBuilder:
             raise UnknownSizeError(self.unknown(terms))
         last = terms[-1]
         path = (*before, *outer, last.text if isinstance(last, Name) else "")
-        copies = self.factor(path[-1])
-        return Copies(total, copies, self.silences(path, role) and copies > 1, self.leaf_scale(path, role))
+        axis = self.sizes.axis_of(path[-1])
+        if self.factor(path[-1]) > 1 and self.rotary.tiles(axis.name if axis else "", self.tiled):
+            raise UnknownSizeError(self.unknown(terms))
+        return self.node(total, path[-1], self.silences(path, role), self.leaf_scale(path, role))
 
     def divided(self, terms: tuple[Term, ...], total: int | None) -> int:
         rest = self.sizes.total(Product(terms[1:]))
@@ -159,6 +177,10 @@ class TreeBuilder:
     def silences(self, path: tuple[str, ...], role: str) -> bool:
         return role == "in" and carrier(self.sizes.architecture, path) in self.silent
 
+    def written_once(self, name: str, role: str) -> bool:
+        """Whether the copies of a space along its own axis are to be zero, as those of keys under rotary positions are."""
+        return role == "out" and name in self.first
+
     def leaf_scale(self, path: tuple[str, ...], role: str) -> Scale:
         """s of the space written, 1/(r s) of the space read, 1 for what is carried."""
         name = carrier(self.sizes.architecture, path)
@@ -177,23 +199,18 @@ def _first_path(terms: tuple[Term, ...]) -> tuple[str, ...]:
     return next(paths(Product(terms)))
 
 
-def tiled(tree: Growth) -> Growth:
-    """The same growth with every axis laid as a whole after itself: [x0 x1 x0 x1] for [x0 x0 x1 x1]."""
-    if isinstance(tree, Laid):
-        return Laid(tuple(tiled(part) for part in tree.parts))
-    inner = tiled(tree.inner) if tree.inner else None
-    if tree.copies == 1:
-        return replace(tree, inner=inner)
-    return Copies(1, tree.copies, tree.first_only, ONE, Copies(tree.size, 1, False, tree.scale, inner))
-
-
 def block_reasons(planned: Iterable[TensorPlan]) -> list[str]:
     """Why tensors of quantised blocks cannot be written as planned; by sizes alone."""
     reasons = []
     for plan in planned:
-        if plan.dtype.kind != "blocks" or not plan.growth:
+        if plan.source.dtype.kind != "blocks" or not plan.growth:
             continue
-        kind, row = block_type(plan.dtype.name), plan.growth[-1]
+        kind, row = block_type(plan.source.dtype.name), plan.growth[-1]
+        if plan.dtype.kind != "blocks":
+            reasons += [
+                f"tensor '{printable(plan.source.name)}': {reason}" for reason in [can_dequantize(kind)] if reason
+            ]
+            continue
         reason = can_widen(kind, row)
         factors = {plan.scale * leaf for leaf in leaf_scales(row)}
         if reason is None and len(factors) > 1:

@@ -1,0 +1,156 @@
+"""What a checked map holds: axes, spaces, the rules of tensors, and what ties them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from widen_cli.formulas import Formula
+from widen_cli.map_file import Place
+from widen_cli.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A size that may grow: the config keys that may hold it, or the formula that gives it."""
+
+    name: str
+    keys: tuple[str, ...]
+    size: Formula | None
+    otherwise: Formula | None
+    fixed: bool
+
+    @property
+    def computed(self) -> bool:
+        """True for a size that no key holds, so that it follows other sizes."""
+        return not self.keys and self.size is not None
+
+
+@dataclass(frozen=True)
+class Space:
+    """Activations that share one scale: the axis they lie on, or the formula they come out of."""
+
+    name: str
+    axis: str | None
+    formula: Formula | None
+    place: Place
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """How the tensors of one name pattern are stored.
+
+    `need` is `each` (a tensor for every layer), `all-or-none` (name?) or `any` (name??).
+    """
+
+    pattern: str
+    shape: Shape
+    condition: Formula | None
+    when: Formula | None
+    times: Formula | None
+    offset: int
+    need: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Tie:
+    """`tensor` is the same weight as `to` where `when` holds."""
+
+    tensor: str
+    to: str
+    when: Formula
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Which axes make the model wider, and the two ways its attention can follow; axes in `with_head_dim` grow as it does."""
+
+    width: tuple[str, ...]
+    heads: tuple[str, ...]
+    head_dim: str | None
+    with_head_dim: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rope:
+    """What a larger head size under rotary positions needs.
+
+    `keys` hold the bases of the angles, each with the names that it may have; `tensor` is one of numbers that divide the
+    frequencies; `methods` are the ways to grow that keep the function, each with the condition under which it does.
+    """
+
+    keys: tuple[tuple[str, ...], ...]
+    tensor: str | None
+    methods: dict[str, Formula]
+
+
+@dataclass(frozen=True)
+class ArchitectureMap:
+    """A checked map. Shapes and formulas are parsed, every name in them is known.
+
+    `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
+    a weight makes, by the weight's name.
+    """
+
+    architecture: str
+    file: str
+    model_types: tuple[str, ...]
+    gguf_architectures: tuple[str, ...]
+    prefixes: dict[str, tuple[str, ...]]
+    synonyms: dict[str, str]
+    repeats: dict[str, tuple[str, ...]]
+    defaults: dict[str, Any]
+    axes: dict[str, Axis]
+    growth: Growth
+    requires: tuple[Formula, ...]
+    spaces: dict[str, Space]
+    tensors: tuple[TensorRule, ...]
+    tied: tuple[Tie, ...]
+    drop: tuple[str, ...]
+    output: str | None
+    sidecars: dict[str, dict[str, str]]
+    rope: Rope | None = None
+    multipliers: tuple[str, ...] = ()
+    scalars: dict[str, str] = field(default_factory=dict)
+
+    def axis_of(self, name: str) -> Axis | None:
+        """The axis that a space (or an axis of that name) lies on, found through the formulas it comes out of."""
+        seen: set[str] = set()
+        while name not in self.axes:
+            space = self.spaces.get(name)
+            if space is None or name in seen:
+                return None
+            seen.add(name)
+            if space.axis is not None:
+                name = space.axis
+            elif space.formula is not None:
+                inner = [word for word, _, called in space.formula.names() if not called]
+                name = next((word for word in inner if word in self.spaces or word in self.axes), "")
+        return self.axes[name]
+
+    def spellings(self) -> Iterator[tuple[tuple[str, str], ...]]:
+        """The ways a checkpoint may spell the map's prefixes, as (prefix, written) pairs; the map's own first."""
+        yield ()
+        for prefix, others in self.prefixes.items():
+            for other in others:
+                yield ((prefix, other),)
+
+
+def name_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a name pattern: `*` is one part between dots, `{axis}` a number in the name."""
+    parts = re.split(r"(\*|\{\w+\})", pattern)
+    expression, seen = "", set()
+    for part in parts:
+        # An axis counted twice is a fault that the map's check reports; the pattern must not fail before it.
+        expression += re.escape(part) if part in seen and part.startswith("{") else _part_expression(part)
+        seen.add(part)
+    return re.compile(expression)
+
+
+def _part_expression(part: str) -> str:
+    if part == "*":
+        return r"([^.]+)"
+    return rf"(?P<{part[1:-1]}>[0-9]+)" if part.startswith("{") else re.escape(part)

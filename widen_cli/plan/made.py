@@ -1,0 +1,69 @@
+"""Tensors that the input lacks and the wide model needs: factors that quantised blocks cannot take, numbers that divide frequencies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from widen_cli.dimensions import Copies, scaled
+from widen_cli.map_rules import ArchitectureMap, name_pattern
+from widen_cli.plan.result import Ones, TensorPlan
+from widen_cli.scales import ONE, Scale
+
+
+def with_scalars(architecture: ArchitectureMap, plans: Sequence[TensorPlan]) -> tuple[TensorPlan, ...]:
+    """The plans with factors that block scales would round moved into the scalars that the runtime multiplies by.
+
+    A scalar that is stored is multiplied; one that is not is made and stands behind its weight.
+    """
+    moved: dict[str, Scale] = {}
+    result: list[TensorPlan] = []
+    names = {plan.source.name for plan in plans}
+    for plan in plans:
+        scalar = _scalar(architecture.scalars, plan)
+        if scalar is None:
+            result.append(plan)
+            continue
+        (factor,) = plan.scales
+        bare = tuple(scaled(growth, ONE) for growth in plan.growth or ())
+        result.append(replace(plan, growth=bare, scale=ONE))
+        if scalar in names:
+            moved[scalar] = factor
+        else:
+            result.append(TensorPlan(Ones(scalar, (1,)), (scalar,), scalar, Ones.dtype, (Copies(1),), factor))
+    return tuple(
+        replace(plan, scale=plan.scale * moved[plan.source.name]) if plan.source.name in moved else plan
+        for plan in result
+    )
+
+
+def _scalar(scalars: Mapping[str, str], plan: TensorPlan) -> str | None:
+    """The name of the scalar that takes a weight's factor: for blocks whose scales would be rounded, if there is one."""
+    if plan.dtype.kind != "blocks" or len(plan.scales) != 1 or plan.scales[0].is_power_of_two:
+        return None
+    for weight, scalar in scalars.items():
+        if found := name_pattern(weight).fullmatch(plan.source.name):
+            parts = iter(found.groups())
+            return "".join(next(parts) if piece == "*" else piece for piece in _pieces(scalar))
+    return None
+
+
+def _pieces(pattern: str) -> list[str]:
+    """The pattern cut so that every `*` stands alone."""
+    pieces: list[str] = []
+    for number, piece in enumerate(pattern.split("*")):
+        pieces += ["*"] if number else []
+        pieces.append(piece)
+    return pieces
+
+
+def with_divisors(
+    plans: Sequence[TensorPlan], name: str, pairs: int, divisors: tuple[float, ...]
+) -> tuple[TensorPlan, ...]:
+    """The plans with the tensor that divides the frequencies of `pairs` old pairs, made first of all where it is not stored."""
+    stored = [plan.source.name for plan in plans]
+    if name in stored:
+        return tuple(replace(plan, copy_factors=divisors) if plan.source.name == name else plan for plan in plans)
+    growth = (Copies(pairs, len(divisors)),)
+    made = TensorPlan(Ones(name, (pairs,)), (name,), name, Ones.dtype, growth, copy_factors=divisors)
+    return (made, *plans)
