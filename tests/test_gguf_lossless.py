@@ -44,6 +44,7 @@ BOUND = 2e-4
 CLEAR = 20 * BOUND
 
 EPS = "llama.attention.layer_norm_rms_epsilon"
+SIZE_LABEL = "general.size_label"
 HIDDEN, FFN = "llama.embedding_length", "llama.feed_forward_length"
 HEADS, KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"
 KEY_SIZE, VALUE_SIZE = "llama.attention.key_length", "llama.attention.value_length"
@@ -270,6 +271,10 @@ def check_metadata(narrow: GgufFile, wide: GgufFile, law: Law) -> None:
     for key, axis in growth.items():
         kind, raw = narrow.pairs[key]
         expected[key] = kind, struct.pack("<I", struct.unpack("<I", raw)[0] * law.growth[axis])
+    if SIZE_LABEL in narrow.pairs:
+        total = sum(math.prod(tensor.shape) for tensor in wide.tensors.values())
+        label = gguf.size_label(total, total, 0, 0).encode()
+        expected[SIZE_LABEL] = TEXT, struct.pack("<Q", len(label)) + label
     kind, raw = narrow.pairs[EPS]
     expected[EPS] = kind, struct.pack("<f", struct.unpack("<f", raw)[0] * law.scales["hidden"] ** 2)
     # Without these keys llama.cpp takes hidden / heads for the size of a head.

@@ -18,6 +18,7 @@ def wide_sizes(sizes: Sizes, factors: dict[str, int]) -> Sizes:
     """The sizes of the wide model."""
     wide = Sizes(sizes.architecture, sizes.config)
     wide.known = {name: size * factors[name] for name, size in sizes.known.items()}
+    wide.layered = {name: tuple(size * factors[name] for size in all_) for name, all_ in sizes.layered.items()}
     return wide
 
 
@@ -48,7 +49,8 @@ class ConfigChanges:
             held = [key for key in axis.keys if self.config.get(key) is not None]
             for key in held if grows else ():
                 old = self.config.get(key)
-                changes.append(ConfigChange(key, old, [new] * len(old) if isinstance(old, list) else new, EXACT))
+                each = [size * self.factors[name] for size in old] if isinstance(old, list) else new
+                changes.append(ConfigChange(key, old, each, EXACT))
             if not held and (grows or axis.otherwise) and not self.follows(axis.otherwise, wide, new):
                 changes.append(ConfigChange(axis.keys[0], None, new, EXACT))
         return changes

@@ -114,7 +114,8 @@ class FormulaReader:
 
     def applies(self, name: str, formula: Formula, present: set[str]) -> bool:
         inner = {word for word, _, called in formula.names() if not called and word in self.architecture.spaces}
-        return inner - {name} <= present and (name in present or bool(inner))
+        others = inner - {name}
+        return others <= present and (name in present or bool(others))
 
     def as_norm(self, node: ast.expr, name: str) -> bool:
         """Notes `norm(space, epsilon)`; a norm's gain sets the scale of what comes out, so no equation ties it to what goes in."""

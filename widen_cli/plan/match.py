@@ -37,6 +37,15 @@ class Matched:
     rule: TensorRule
     numbers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
+    def layer(self, architecture: ArchitectureMap) -> int | None:
+        """The number of the layer it stands in, None for a tensor outside of the layers."""
+        for pattern in architecture.repeats:
+            if self.rule.pattern.startswith(pattern + "."):
+                before = pattern.removesuffix("*").removesuffix(".").count(".") + 1
+                number = self.tensor.name.split(".")[before]
+                return int(number) if _NUMBER.fullmatch(number) else None
+        return None
+
 
 @dataclass
 class Match:
@@ -148,6 +157,16 @@ def _matched_under(
         if conditions.hold(tie.when, unknown=match.written(tie.tensor) not in conditions.names)
     )
     return match
+
+
+def applying_rule(architecture: ArchitectureMap, match: Match, config: ModelConfig, pattern: str) -> TensorRule:
+    """The rule of a name pattern that counts here: the one that its stored tensor follows, else the first whose `if` holds."""
+    found = match.by_name(pattern)
+    if found is not None:
+        return found.rule
+    conditions = _conditions(architecture, (item.tensor for item in match.matched), config, match)
+    rules = [rule for rule in architecture.tensors if rule.pattern == pattern]
+    return next((rule for rule in rules if conditions.hold(rule.condition, unknown=False)), rules[0])
 
 
 def _matched(tensor: StoredHeader, rule: TensorRule, hit: re.Match[str]) -> Matched:

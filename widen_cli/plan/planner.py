@@ -9,7 +9,7 @@ from typing import Any
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.formulas import UnknownValueError
+from widen_cli.formulas import Formula, UnknownValueError
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import ConfigChanges, wide_sizes
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes
@@ -120,27 +120,33 @@ def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, 
 
 def _check_requirements(architecture: ArchitectureMap, sizes: Sizes, growth: AxisGrowth, file: str) -> None:
     """Refuses new sizes that the model's own library would refuse."""
+    faults: dict[str, None] = {}
     wide = wide_sizes(sizes, growth.factors)
-    faults = []
     for formula in architecture.requires:
-        try:
-            kept = wide.evaluate(formula) or not sizes.evaluate(formula)
-        except UnknownValueError:
-            continue
-        except ValueError as error:
-            raise WidenError(
-                f"{printable(file)}: the map's requirement {formula.text} cannot be decided: {error}"
-            ) from None
-        if not kept:
-            told = ", ".join(
-                f"{name} {wide.known[name]}" for name, _, _ in sorted(formula.names()) if name in wide.known
-            )
-            faults.append(
-                f"{printable(file)}: the wide model would have {told}, and '{architecture.architecture}' needs "
-                f"{formula.text}; choose other factors with --grow"
-            )
+        for old, new in zip(sizes.layers(), wide.layers(), strict=True):
+            try:
+                kept = _absent(new, formula) or new.evaluate(formula) or not old.evaluate(formula)
+            except UnknownValueError:
+                continue
+            except ValueError as error:
+                raise WidenError(
+                    f"{printable(file)}: the map's requirement {formula.text} cannot be decided: {error}"
+                ) from None
+            if not kept:
+                told = ", ".join(
+                    f"{name} {new.known[name]}" for name, _, _ in sorted(formula.names()) if name in new.known
+                )
+                faults[
+                    f"{printable(file)}: the wide model would have {told}, and '{architecture.architecture}' needs "
+                    f"{formula.text}; choose other factors with --grow"
+                ] = None
     if faults:
         raise WidenError(*faults)
+
+
+def _absent(sizes: Sizes, formula: Formula) -> bool:
+    """Whether a layer has none of what a requirement speaks of, such as heads."""
+    return any(sizes.known.get(name) == 0 for name, _, _ in formula.names())
 
 
 class _Planner:

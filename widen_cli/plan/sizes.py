@@ -17,13 +17,38 @@ SLIP = 0.85  # a letter or two; hidden_act is no slip of hidden_size
 
 
 class Sizes:
-    """Axis sizes by name. `known` lacks an axis that neither config nor tensors tell."""
+    """Axis sizes by name. `known` lacks an axis that neither config nor tensors tell.
+
+    `layered` holds the sizes of axes that differ from layer to layer, 0 where a layer has none of the kind; in `known`
+    stands the largest.
+    """
 
     def __init__(self, architecture: ArchitectureMap, config: ModelConfig) -> None:
         self.architecture = architecture
         self.config = config
         self.known: dict[str, int] = {}
         self.told_by: dict[str, str] = {}
+        self.layered: dict[str, tuple[int, ...]] = {}
+        self._of_layers: dict[tuple[int, ...], Sizes] = {}
+
+    def at(self, layer: int | None) -> Sizes:
+        """The sizes in one layer: these, where no axis differs between layers, or beyond those the lists speak of."""
+        if layer is None or not self.layered or any(layer >= len(sizes) for sizes in self.layered.values()):
+            return self
+        own = {name: sizes[layer] for name, sizes in self.layered.items()}
+        found = self._of_layers.get(tuple(own.values()))
+        if found is None:
+            found = self._of_layers[tuple(own.values())] = Sizes(self.architecture, self.config)
+            computed = {name for name, axis in self.architecture.axes.items() if axis.computed}
+            found.known = {name: size for name, size in self.known.items() if name not in computed} | own
+            found.told_by = self.told_by
+            _from_formulas(found)
+        return found
+
+    def layers(self) -> list[Sizes]:
+        """The sizes of all layers, each kind of layer once."""
+        count = min((len(sizes) for sizes in self.layered.values()), default=0)
+        return list({id(sizes): sizes for sizes in map(self.at, range(count))}.values()) or [self]
 
     def axis_of(self, name: str) -> Axis | None:
         """The axis that a name in a shape lies on; None for a structural number."""
@@ -86,12 +111,9 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
             continue
         value = sizes.config.get(key)
         if sizes.config.per_layer and isinstance(value, list):
-            if len(set(map(str, value))) != 1:
-                faults.add(
-                    f"{printable(sizes.config.name)}: {key} differs from layer to layer, which no map can say yet"
-                )
+            value = _of_layers(sizes, axis.name, key, value, faults)
+            if value is None:
                 continue
-            value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             faults.add(f"{printable(sizes.config.name)}: {key} is {value!r}, where a whole number from 1 up is needed")
             continue
@@ -99,6 +121,21 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
         sizes.told_by[axis.name] = key
     if sizes.config.present:
         _from_formulas(sizes, faults)
+
+
+def _of_layers(sizes: Sizes, axis: str, key: str, values: list[Any], faults: Faults) -> int | None:
+    """Notes what a list says of each layer; the largest of its numbers, None where they are none."""
+    (repeated, *_) = sizes.architecture.repeats.values()
+    layers = sizes.config.get(repeated[0])
+    if not values or any(isinstance(value, bool) or not isinstance(value, int) or value < 0 for value in values):
+        faults.add(f"{printable(sizes.config.name)}: {key} is a list of something else than whole numbers from 0 up")
+        return None
+    if isinstance(layers, int) and len(values) != layers:
+        faults.add(f"{printable(sizes.config.name)}: {key} has {len(values)} values for {layers} layers")
+        return None
+    if len(set(values)) > 1:
+        sizes.layered[axis] = tuple(values)
+    return int(max(values))
 
 
 def _check_absent(axis: Axis, sizes: Sizes, faults: Faults) -> None:
@@ -190,15 +227,16 @@ def _check_shapes(sizes: Sizes, matched: Iterable[Matched], faults: Faults) -> N
                 f"dimension(s): {item.rule.shape.text}"
             )
             continue
+        own = sizes.at(item.layer(sizes.architecture))
         for dimension, size in zip(dimensions, tensor.shape, strict=True):
-            expected = sizes.total(dimension.term)
+            expected = own.total(dimension.term)
             if expected is None or expected == size:
                 continue
             axes = _axes(sizes, dimension.term)
-            if isinstance(dimension.term, Name) and axes:
+            if isinstance(dimension.term, Name) and axes and axes[0].name not in sizes.layered:
                 by_axis[(axes[0].name, size)].append(tensor.name)
             else:
-                effects.append(_disagreement(sizes, item, expected, size))
+                effects.append(_disagreement(own, item, expected, size))
     for (name, size), names in by_axis.items():
         also = f" and {len(names) - 1} more" if len(names) > 1 else ""
         faults.add(

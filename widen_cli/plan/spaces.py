@@ -13,7 +13,7 @@ from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_checks import HOMOGENEOUS, NOT_HOMOGENEOUS
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie
 from widen_cli.plan.laws import FormulaReader, Law, Power, epsilon_laws, width_power
-from widen_cli.plan.match import Match, config_lookup
+from widen_cli.plan.match import Match, applying_rule, config_lookup
 from widen_cli.plan.modes import Mode, Roles, solve
 from widen_cli.plan.rotary import Rotary
 from widen_cli.scales import ONE, Scale
@@ -186,7 +186,7 @@ class SpaceScales:
         return self.match.by_name(tie.to) is not None and all(name in written for name, _ in self.carriers(rule, "in"))
 
     def rule(self, pattern: str) -> TensorRule:
-        return next(rule for rule in self.architecture.tensors if rule.pattern == pattern)
+        return applying_rule(self.architecture, self.match, self.config, pattern)
 
     def stored_ties(self) -> tuple[tuple[str, str], ...]:
         """Pairs of stored tensors that are one weight; they have to hold the same bytes."""

@@ -51,7 +51,7 @@ class TreeBuilder:
         self.tiled = layout == "tile"
         self.rotary = rotary or Rotary()
         self.first = first
-        self.sizes = sizes
+        self.all_sizes = self.sizes = sizes
         self.factors = factors
         self.scales = scales
         self.silent = silent
@@ -62,6 +62,7 @@ class TreeBuilder:
         Raises UnknownSizeError where a size is needed that nothing tells, UnfitTypeError for integers and the like.
         """
         rule, tensor = item.rule, item.tensor
+        self.sizes = self.all_sizes.at(item.layer(self.all_sizes.architecture))
         growth = tuple(
             self.dimension(dimension, size) for dimension, size in zip(rule.shape.dimensions, tensor.shape, strict=True)
         )

@@ -1,0 +1,116 @@
+"""Sizes that differ from layer to layer: lists in a GGUF's metadata, run in llama.cpp's deci graph, which goes by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf_families import CONTEXT, EPS, RMS, VOCAB, _add_tokenizer, drawn
+from llama_cpp import difference, log_probabilities
+
+from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.errors import WidenError
+
+HEADS, KV_HEADS, FFN = (6, 4, 0, 2), (3, 1, 0, 2), (50, 0, 30, 22)
+HIDDEN, HEAD = 36, 10
+PROMPTS = [[5, 9, 44], [7, 80, 3, 3, 61, 12, 99, 40, 23], [int(token) for token in np.arange(3, 43)]]
+BOUND = 2e-4
+
+
+def write(path: Path, changed: dict[str, Any] | None = None) -> Path:
+    """A model of four layers of which no two are alike: the second has no FFN, the third no attention."""
+    writer = gguf.GGUFWriter(str(path), "deci")
+    values: dict[str, Any] = {
+        "context_length": CONTEXT, "embedding_length": HIDDEN, "block_count": len(HEADS), "vocab_size": VOCAB,
+        "attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_count": HEAD, RMS: EPS,
+        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "feed_forward_length": FFN, **(changed or {}),
+    }  # fmt: skip
+    for key, value in values.items():
+        name = f"deci.{key}"
+        if isinstance(value, tuple):
+            writer.add_array(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, value)
+    _add_tokenizer(writer)
+    for name, shape in shapes().items():
+        writer.add_tensor(name, drawn(name, shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (VOCAB, HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+        "output.weight": (VOCAB, HIDDEN),
+    }
+    for layer, (heads, kv_heads, ffn) in enumerate(zip(HEADS, KV_HEADS, FFN, strict=True)):
+        block: dict[str, tuple[int, ...]] = {}
+        if heads:
+            block |= {"attn_norm": (HIDDEN,), "attn_q": (heads * HEAD, HIDDEN), "attn_output": (HIDDEN, heads * HEAD)}
+            block |= {"attn_k": (kv_heads * HEAD, HIDDEN), "attn_v": (kv_heads * HEAD, HIDDEN)}
+        if ffn:
+            block |= {
+                "ffn_norm": (HIDDEN,),
+                "ffn_gate": (ffn, HIDDEN),
+                "ffn_up": (ffn, HIDDEN),
+                "ffn_down": (HIDDEN, ffn),
+            }
+        found |= {f"blk.{layer}.{name}.weight": shape for name, shape in block.items()}
+    return found
+
+
+def widened(path: Path, out: Path, **options: Any) -> Report:
+    return run(prepare(Options(str(path), str(out), **options)), lambda nbytes: None)
+
+
+@pytest.mark.parametrize("mode", ["orthogonal", "copy", "sum", "quiet"])
+@pytest.mark.parametrize(
+    "grow", [None, "hidden=2,intermediate=3,heads=2,kv_heads=2", "hidden=3,heads=2,kv_heads=1", "head_dim=2"]
+)
+def test_every_layer_grows_from_its_own_size(tmp_path: Path, mode: str, grow: str | None) -> None:
+    narrow, wide = write(tmp_path / "narrow.gguf"), tmp_path / "wide.gguf"
+    factors = widened(narrow, wide, grow=grow, scaling=mode).job.plan.factors
+    assert difference(log_probabilities(narrow, PROMPTS), log_probabilities(wide, PROMPTS)) <= BOUND
+    fields = gguf.GGUFReader(wide).fields
+    for key, old, axis in (
+        ("attention.head_count", HEADS, "heads"),
+        ("attention.head_count_kv", KV_HEADS, "kv_heads"),
+        ("feed_forward_length", FFN, "intermediate"),
+    ):
+        assert fields[f"deci.{key}"].contents() == [size * factors[axis] for size in old]
+
+
+def test_heads_of_one_layer_that_the_kv_heads_no_longer_divide(tmp_path: Path) -> None:
+    """6 and 3, 4 and 1 go on with kv heads doubled; 2 and 2 do not."""
+    narrow = write(tmp_path / "narrow.gguf")
+    with pytest.raises(WidenError) as caught:
+        widened(narrow, tmp_path / "wide.gguf", grow="kv_heads=2")
+    assert list(caught.value.faults) == [
+        f"{narrow}: the wide model would have heads 2, kv_heads 4, and 'deci' needs heads % kv_heads == 0; "
+        "choose other factors with --grow"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"feed_forward_length": (50, 0, 30)}, "feed_forward_length has 3 values for 4 layers"),
+        ({"attention.head_count": (6, 4, -1, 2)}, "attention.head_count is a list of something else than whole numbers from 0 up"),
+        ({"feed_forward_length": (50, 0, 31, 22)}, "tensor 'blk.2.ffn_gate.weight' has shape [30, 36], but gate <- normed needs 31"),
+    ],
+)  # fmt: skip
+def test_lists_that_do_not_fit(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    narrow = write(tmp_path / "narrow.gguf", changed)
+    with pytest.raises(WidenError) as caught:
+        widened(narrow, tmp_path / "wide.gguf")
+    assert message in str(caught.value)
+    assert not (tmp_path / "wide.gguf").exists()
