@@ -954,7 +954,9 @@ def test_json_has_an_object_for_each_tensor() -> None:
         "dtype": "F32",
         "new_dtype": "F32",
         "exactness": "exact",
+        "rounding": None,
     }
+    assert by_name["model.layers.0.mlp.down_proj.weight"]["rounding"] == {"numbers": 12 * 10, "relative": 2.0**-24}
     assert by_name["model.layers.0.mlp.down_proj.weight"]["factors"] == [
         {"text": "1/sqrt(6)", "value": pytest.approx(6**-0.5, rel=1e-15)}
     ]

@@ -15,6 +15,7 @@ from typing import Any
 from widen_cli.config import ModelConfig, read_config
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.gguf.checkpoint import gguf_architecture, metadata_config, stored_tensors
+from widen_cli.gguf.header import GGUF_MAGIC
 from widen_cli.gguf.model import GgufModel, open_gguf
 from widen_cli.hf_directory import HfDirectory, open_directory
 from widen_cli.map_file import map_names
@@ -59,7 +60,8 @@ class Checkpoint:
         for source in self.sources():
             if isinstance(source, PipeSource):
                 source.read(max(tensor.offset + tensor.nbytes for tensor in self.tensors), 0)
-                source.expect_end()
+                # A GGUF's last tensor is followed by zeros up to the alignment.
+                source.expect_end(self.gguf.header.alignment - 1 if self.gguf else 0)
 
     def close(self) -> None:
         if self.gguf is not None:
@@ -76,13 +78,14 @@ def open_checkpoint(
     The config is `config_option`, or for a directory its config.json, for a file `<stem>.config.json` or `config.json`
     beside it. Raises WidenError with every fault found; those of single shards are the result's.
     """
-    if given.endswith(".gguf") and not os.path.isdir(given):
-        return _open_gguf(Path(given), given, settings, strip_prefix)
     name = "standard input" if given == "-" else given
+    pipe = _pipe(given)
+    if pipe.starts_with(GGUF_MAGIC) if pipe else _is_gguf(given):
+        return _open_gguf(pipe or Path(given), name, settings, strip_prefix)
     with ExitStack() as opened, Faults() as faults:
         weights = _Weights()
         with faults.collecting():
-            weights = _weights(given)
+            weights = _weights(given, pipe)
             opened.callback(weights.close)
         config_path = Path(config_option) if config_option else weights.config_path
         found = ModelConfig({}, "no config", present=False)
@@ -121,7 +124,29 @@ class _Weights:
             source.close()
 
 
-def _weights(given: str) -> _Weights:
+def _pipe(given: str) -> PipeSource | None:
+    """A stream for `-`, a fifo or a shell's <(command); None for what is on a disk."""
+    if given == "-":
+        if sys.stdin is None:
+            raise WidenError("standard input: is closed; send the checkpoint to it, or name a file")
+        return PipeSource(sys.stdin.buffer)
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.stat(given).st_mode):
+            return PipeSource(open(given, "rb"), given)
+    return None
+
+
+def _is_gguf(given: str) -> bool:
+    """Whether a path is to be opened as a GGUF, by its first bytes or by its name."""
+    if os.path.isdir(given):
+        return False
+    with suppress(OSError), open(given, "rb") as file:
+        if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC:
+            return True
+    return given.endswith(".gguf")
+
+
+def _weights(given: str, pipe: PipeSource | None) -> _Weights:
     if given != "-" and os.path.isdir(given):
         directory = open_directory(Path(given))
         files = tuple(Path(given, shard) for shard in directory.shards)
@@ -129,7 +154,7 @@ def _weights(given: str) -> _Weights:
     numbered = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", given)
     if numbered and int(numbered[1]) > 1 and os.path.exists(given):
         raise WidenError(f"{printable(given)}: is one of {int(numbered[1])} shards; give the folder they are in")
-    header = read_header(_source(given))
+    header = read_header(pipe or FileSource(Path(given)))
     return _Weights(header.tensors, header.metadata, None if given == "-" else _config_beside(Path(given)))
 
 
@@ -143,25 +168,13 @@ def _config(given: str, path: Path | None, needed: bool) -> ModelConfig:
     return ModelConfig({}, "no config", present=False)
 
 
-def _open_gguf(path: Path, given: str, settings: dict[str, Any], strip_prefix: str | None) -> Checkpoint:
+def _open_gguf(path: Path | PipeSource, given: str, settings: dict[str, Any], strip_prefix: str | None) -> Checkpoint:
     model = open_gguf(path)
     found = metadata_config(model, printable(given))
     tensors = stored_tensors(model)
     tensors = _stripped(tensors, strip_prefix, given) if strip_prefix else tensors
     config = found.with_values(settings)
     return Checkpoint(given, tensors, {}, config, found, None, None, model.files, model.warnings, gguf=model)
-
-
-def _source(given: str) -> Source:
-    """A pipe for `-`, a fifo or a shell's <(command), a file for the rest."""
-    if given == "-":
-        if sys.stdin is None:
-            raise WidenError("standard input: is closed; send the checkpoint to it, or name a file")
-        return PipeSource(sys.stdin.buffer)
-    with suppress(OSError):
-        if stat.S_ISFIFO(os.stat(given).st_mode):
-            return PipeSource(open(given, "rb"), given)
-    return FileSource(Path(given))
 
 
 def _config_beside(path: Path) -> Path | None:

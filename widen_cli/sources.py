@@ -91,6 +91,13 @@ class PipeSource:
         self.name = printable(name)
         self.position = 0
         self._stream = stream
+        self._ahead = b""
+
+    def starts_with(self, magic: bytes) -> bool:
+        """Whether these are the stream's first bytes; they are still to be read afterwards."""
+        while len(self._ahead) < len(magic) and (piece := self._stream.read(len(magic) - len(self._ahead))):
+            self._ahead += piece
+        return self._ahead.startswith(magic)
 
     def read(self, offset: int, nbytes: int) -> bytes | memoryview:
         if offset < self.position:
@@ -107,14 +114,18 @@ class PipeSource:
             missing -= len(piece)
         return memoryview(got)
 
-    def expect_end(self) -> None:
-        """Returns when nothing follows the position; WidenError (`bytes after the last tensor`) otherwise."""
-        if self._stream.read(1):
+    def expect_end(self, padding: int = 0) -> None:
+        """Returns when at most `padding` bytes follow the position; WidenError (`bytes after the last tensor`) otherwise."""
+        following = 0
+        while following <= padding and (piece := self._stream.read(padding + 1 - following)):
+            following += len(piece)
+        if following > padding:
             raise WidenError(f"{self.name}: there are bytes after the last tensor; make or download the file again")
 
     def _piece(self, wanted: int, missing: int) -> bytes:
         try:
-            piece = self._stream.read(min(wanted, PIECE))
+            piece, self._ahead = self._ahead[:wanted], self._ahead[wanted:]
+            piece = piece or self._stream.read(min(wanted, PIECE))
         except OSError as error:
             raise WidenError(f"{self.name}: cannot be read: {error.strerror}") from None
         if not piece:

@@ -18,6 +18,7 @@ from widen_cli.safetensors_file import AGAIN, FAULT_LIMIT, shown
 from widen_cli.sources import PipeSource, Source
 
 VERSION = 3
+GGUF_MAGIC = b"GGUF"
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 # The padding before and behind the data is written, so its size has a limit: a huge page.
@@ -122,7 +123,7 @@ def gguf_header_bytes(
     """
     if alignment != stated_alignment(values):
         raise ValueError(f"alignment {alignment}, but the values state {stated_alignment(values)}")
-    head = [struct.pack("<4sIQQ", b"GGUF", VERSION, len(tensors), len(values))]
+    head = [struct.pack("<4sIQQ", GGUF_MAGIC, VERSION, len(tensors), len(values))]
     head += [_string(key, KEY_LIMIT) + struct.pack("<I", value.type) + value.raw for key, value in values.items()]
     offsets: list[int] = []
     end = 0
@@ -216,7 +217,7 @@ class _HeaderReader:
         return GgufHeader(version, alignment, values, tensors, data_start, nbytes)
 
     def version(self) -> int:
-        if self.cursor.peek(4) != b"GGUF":
+        if self.cursor.peek(4) != GGUF_MAGIC:
             raise self.cursor.error(_foreign(self.cursor.peek(512)))
         _, version = self.cursor.fields("<4sI")
         if version & 0xFFFF == 0 and version:
@@ -389,6 +390,6 @@ def _foreign(start: bytes) -> str:
     for pattern, text in _FOREIGN:
         if re.match(pattern, start, re.IGNORECASE):
             return text
-    if b"GGUF".startswith(start):
+    if GGUF_MAGIC.startswith(start):
         return f"truncated: the file has {len(start)} bytes; {AGAIN}"
     return f"is no GGUF file, it begins with {shown(start[:4].decode('latin-1'))}; give a file that llama.cpp reads"

@@ -172,7 +172,11 @@ def _notes(architecture: ArchitectureMap, factors: Mapping[str, int], wanted: Ma
     """Which axes grow without having been asked for, and by which tie."""
     ties = {name: axis.size.text for name, axis in architecture.axes.items() if axis.computed and axis.size}
     notes = []
+    followers = architecture.growth.with_head_dim
     for name, number in factors.items():
+        if name in followers and number != wanted.get(name, 1):
+            notes.append(f"{name} grows {number}x, as {architecture.growth.head_dim} does")
+            continue
         tie = next((f"{other} = {text}" for other, text in ties.items() if name == other or name in text.split()), None)
         shown = architecture.axes[name].keys or name == architecture.growth.head_dim
         if number != wanted.get(name, 1) and tie and shown:

@@ -35,7 +35,8 @@ def arrange(asked: str, planned: Callable[[str], tuple[TensorPlan, ...]], uneven
         return Arrangement("interleave", tensors)
     if asked == "interleave":
         raise WidenError(*(f"{file}: {reason}" for reason in reasons[:FAULTS_SHOWN]))
-    return _tiled(planned, uneven, f"because {reasons[0]}", file)
+    why = reasons[0].removesuffix("; use --layout tile")
+    return _tiled(planned, uneven, f"because {why}", file)
 
 
 def _tiled(planned: Callable[[str], tuple[TensorPlan, ...]], uneven: str | None, why: str, file: str) -> Arrangement:

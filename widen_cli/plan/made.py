@@ -20,31 +20,32 @@ def with_scalars(architecture: ArchitectureMap, plans: Sequence[TensorPlan]) -> 
     result: list[TensorPlan] = []
     names = {plan.source.name for plan in plans}
     for plan in plans:
-        scalar = _scalar(architecture.scalars, plan)
-        if scalar is None:
+        found = _scalar(architecture.scalars, plan)
+        if found is None:
             result.append(plan)
             continue
+        scalar, pattern = found
         (factor,) = plan.scales
         bare = tuple(scaled(growth, ONE) for growth in plan.growth or ())
         result.append(replace(plan, growth=bare, scale=ONE))
         if scalar in names:
             moved[scalar] = factor
         else:
-            result.append(TensorPlan(Ones(scalar, (1,)), (scalar,), scalar, Ones.dtype, (Copies(1),), factor))
+            result.append(TensorPlan(Ones(scalar, (1,)), (scalar,), pattern, Ones.dtype, (Copies(1),), factor))
     return tuple(
         replace(plan, scale=plan.scale * moved[plan.source.name]) if plan.source.name in moved else plan
         for plan in result
     )
 
 
-def _scalar(scalars: Mapping[str, str], plan: TensorPlan) -> str | None:
-    """The name of the scalar that takes a weight's factor: for blocks whose scales would be rounded, if there is one."""
+def _scalar(scalars: Mapping[str, str], plan: TensorPlan) -> tuple[str, str] | None:
+    """The scalar that takes a weight's factor, its name and pattern: for blocks whose scales would be rounded, if there is one."""
     if plan.dtype.kind != "blocks" or len(plan.scales) != 1 or plan.scales[0].is_power_of_two:
         return None
     for weight, scalar in scalars.items():
         if found := name_pattern(weight).fullmatch(plan.source.name):
             parts = iter(found.groups())
-            return "".join(next(parts) if piece == "*" else piece for piece in _pieces(scalar))
+            return "".join(next(parts) if piece == "*" else piece for piece in _pieces(scalar)), scalar
     return None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from widen_cli.blocks import block_type
 from widen_cli.dimensions import Growth, leaf_scales
 from widen_cli.dtypes import STORED, DType
 from widen_cli.plan.match import StoredHeader
@@ -88,6 +90,21 @@ class TensorPlan:
         return DEPENDS if narrow and not self.dtype.bits > self.held.bits else EXACT
 
     @property
+    def rounding(self) -> tuple[int, int] | None:
+        """How many stored numbers may be rounded and b, where each is by up to 2**-b of itself; None where none is for certain.
+
+        Of quantised blocks the numbers are their scales. What falls among a type's subnormals loses more.
+        """
+        if self.exactness != ROUNDS:
+            return None
+        values = math.prod(self.source.shape) * max(1, len(self.copy_factors))
+        if self.dtype.kind != "blocks":
+            return values, _FORMAT[self.dtype.name][0]
+        fields = block_type(self.dtype.name).scales
+        bits = min(_SCALE_BITS[field.kind] for field in fields)
+        return values // self.dtype.block * sum(field.count for field in fields if field.kind != "E8M0"), bits
+
+    @property
     def held(self) -> DType:
         """The element type that the stored values are read in: quantised blocks that are to become numbers are float32."""
         return STORED["F32"] if self.source.dtype.kind == "blocks" else self.source.dtype
@@ -95,6 +112,10 @@ class TensorPlan:
 
 # Which types hold every value of another: significand bits and exponent bits.
 _FORMAT = {"F64": (53, 11), "F32": (24, 8), "F16": (11, 5), "BF16": (8, 8), "F8_E4M3": (4, 4), "F8_E5M2": (3, 5)}
+
+
+# The significand bits of the scales that blocks keep, by the kind of a ScaleField.
+_SCALE_BITS = {"F16": 11, "F16_NIBBLES": 11, "F32": 24, "UE4M3": 4, "E8M0": 1}
 
 
 def _holds(wide: DType, narrow: DType) -> bool:

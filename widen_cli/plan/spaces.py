@@ -61,7 +61,9 @@ class SpaceScales:
         self.config = config
         self.lookup = config_lookup(architecture, config)
         self.rules = list({id(item.rule): item.rule for item in match.matched}.values())
+        self.tied_reads: frozenset[str] = frozenset()
         self.ties = [tie for tie in match.ties if self.applies(tie)]
+        self.tied_reads = frozenset(name for tie in self.ties for name in self.read_by(tie))
         self.once = rotary.once if rotary else frozenset()
         self.multipliers = frozenset(key for key in architecture.multipliers if self.config.get(key) is not None)
         reader = FormulaReader(architecture, self.factor, self.condition, self.function, self.once, self.multipliers)
@@ -109,8 +111,9 @@ class SpaceScales:
         return {name for rule in self.rules for name, _ in self.carriers(rule, "out")}
 
     def present(self) -> set[str]:
-        """Spaces in some stored tensor's shape, and those that formulas make of them alone."""
+        """Spaces in some stored tensor's shape or read by a tied head, and those that formulas make of them alone."""
         present = self.written() | {name for rule in self.rules for name, _ in self.carriers(rule, "in")}
+        present |= self.tied_reads
         while True:
             derived = {
                 name
@@ -181,9 +184,19 @@ class SpaceScales:
 
     def applies(self, tie: Tie) -> bool:
         """A tie binds where the weight is stored and what its head reads is there."""
-        rule = self.rule(tie.tensor)
-        written = self.written()
-        return self.match.by_name(tie.to) is not None and all(name in written for name, _ in self.carriers(rule, "in"))
+        return self.match.by_name(tie.to) is not None and all(self.is_there(name) for name in self.read_by(tie))
+
+    def read_by(self, tie: Tie) -> set[str]:
+        return {name for name, _ in self.carriers(self.rule(tie.tensor), "in")}
+
+    def is_there(self, name: str) -> bool:
+        """Whether a tensor writes a space, or it comes out of others that are there, as of a norm without a gain."""
+        space = self.architecture.spaces.get(name)
+        if name in self.written() or space is None or space.formula is None:
+            return name in self.written()
+        known = {*self.architecture.spaces, *self.architecture.axes}
+        inner = {word for word, _, called in space.formula.names() if not called and word in known} - {name}
+        return bool(inner) and inner <= self.present()
 
     def rule(self, pattern: str) -> TensorRule:
         return applying_rule(self.architecture, self.match, self.config, pattern)

@@ -34,12 +34,12 @@ def _tensor_rows(plan: Plan) -> Iterator[list[str]]:
     for tensor in plan.tensors:
         key: tuple[str, ...] = (
             printable(tensor.pattern),
-            str(list(tensor.source.shape)),
+            "new" if tensor.made else str(list(tensor.source.shape)),
             "->",
             str(list(tensor.shape)),
             factor_text(tensor),
             dtype_text(tensor),
-            tensor.exactness,
+            exactness_text(tensor),
         )
         rows[key] = rows.get(key, 0) + 1
     for key, number in rows.items():
@@ -52,6 +52,15 @@ def factor_text(tensor: TensorPlan) -> str:
         return "copied"
     zeros = ", copies 0" if any(silent(growth) for growth in tensor.growth) else ""
     return "x " + " | ".join(str(scale) for scale in tensor.part_scales) + zeros
+
+
+def exactness_text(tensor: TensorPlan) -> str:
+    """How exactly a tensor is written; of what rounds, how many numbers and by how much of each."""
+    if tensor.rounding is None:
+        return tensor.exactness
+    count, bits = tensor.rounding
+    what = "block scales" if tensor.dtype.kind == "blocks" else "values"
+    return f"{tensor.exactness} up to {count} {what} by 2^-{bits}"
 
 
 def dtype_text(tensor: TensorPlan) -> str:
@@ -102,4 +111,5 @@ def _tensor_json(tensor: TensorPlan) -> dict[str, Any]:
         "dtype": tensor.source.dtype.name,
         "new_dtype": tensor.dtype.name,
         "exactness": tensor.exactness,
+        "rounding": tensor.rounding and {"numbers": tensor.rounding[0], "relative": 2.0 ** -tensor.rounding[1]},
     }
