@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +105,7 @@ class ArchitectureMap:
     axes: dict[str, Axis]
     growth: Growth
     requires: tuple[Formula, ...]
+    supports: tuple[Formula, ...]
     spaces: dict[str, Space]
     tensors: tuple[TensorRule, ...]
     tied: tuple[Tie, ...]
@@ -130,13 +130,6 @@ class ArchitectureMap:
                 inner = [word for word, _, called in space.formula.names() if not called]
                 name = next((word for word in inner if word in self.spaces or word in self.axes), "")
         return self.axes[name]
-
-    def spellings(self) -> Iterator[tuple[tuple[str, str], ...]]:
-        """The ways a checkpoint may spell the map's prefixes, as (prefix, written) pairs; the map's own first."""
-        yield ()
-        for prefix, others in self.prefixes.items():
-            for other in others:
-                yield ((prefix, other),)
 
 
 def name_pattern(pattern: str) -> re.Pattern[str]:

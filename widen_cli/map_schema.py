@@ -64,6 +64,7 @@ class MapDocument(_Section):
     axes: dict[str, AxisSection]
     growth: GrowthSection
     requires: list[str] = []
+    supports: list[str] = []
     spaces: dict[str, str] = {}
     tensors: dict[str, list[TensorSection]]
     tied: list[TieSection] = []

@@ -90,6 +90,9 @@ class _Compiler:
                 requires=tuple(
                     self.condition(text, ("requires", n), document) for n, text in enumerate(document.requires)
                 ),
+                supports=tuple(
+                    self.condition(text, ("supports", n), document) for n, text in enumerate(document.supports)
+                ),
                 spaces=spaces,
                 tensors=tensors,
                 tied=tuple(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from widen_cli.errors import WidenError, did_you_mean
-from widen_cli.formulas import Formula, dotted
+from widen_cli.formulas import dotted
 from widen_cli.map_checks import POSITIONS
 from widen_cli.map_rules import ArchitectureMap
 
@@ -197,17 +197,31 @@ def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, int]) -> str
     )
 
 
-def position_axes(architecture: ArchitectureMap, formulas: Mapping[str, Formula]) -> dict[str, set[str]]:
-    """The axes that rotary angles, ALiBi slopes or sinusoids stand on, by kind, with the axes those are computed from."""
+def position_axes(architecture: ArchitectureMap, condition: Callable[[ast.expr], bool]) -> dict[str, set[str]]:
+    """The axes that rotary angles, ALiBi slopes or sinusoids stand on, by kind, with the axes those are computed from.
+
+    `condition` decides `x if c else y`.
+    """
     found: dict[str, set[str]] = {}
-    for formula in formulas.values():
-        for node in ast.walk(formula.tree):
+    for space in architecture.spaces.values():
+        for node in _taken(space.formula.tree, condition) if space.formula else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in POSITIONS:
                 for argument in node.args:
                     axis = architecture.axis_of(dotted(argument))
                     if axis is not None:
                         found.setdefault(node.func.id, set()).update(_roots(architecture, axis.name))
     return found
+
+
+def _taken(node: ast.expr, condition: Callable[[ast.expr], bool]) -> Iterator[ast.AST]:
+    """The nodes of a formula but for those of branches that are not taken."""
+    if isinstance(node, ast.IfExp):
+        yield from _taken(node.body if condition(node.test) else node.orelse, condition)
+        return
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.expr):
+            yield from _taken(inner, condition)
 
 
 def _roots(architecture: ArchitectureMap, name: str) -> set[str]:

@@ -94,9 +94,14 @@ def config_lookup(architecture: ArchitectureMap, config: ModelConfig) -> Lookup:
 
 
 def match_tensors(architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig) -> Match:
-    """Matches by the spelling of the prefixes under which the most tensors find a rule."""
-    candidates = [_matched_under(architecture, tensors, config, spelling) for spelling in architecture.spellings()]
-    return max(candidates, key=lambda match: len(match.matched))
+    """Matches by the spelling of the prefixes under which the most tensors find a rule, one prefix after the other."""
+    best = _matched_under(architecture, tensors, config, ())
+    for prefix, others in architecture.prefixes.items():
+        candidates = [
+            _matched_under(architecture, tensors, config, (*best.spelling, (prefix, other))) for other in others
+        ]
+        best = max([best, *candidates], key=lambda match: len(match.matched))
+    return best
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ def _matched_under(
             match.dropped.append(tensor)
         elif found := next(((rule, hit) for pattern, rule in rules if (hit := pattern.fullmatch(name))), None):
             match.matched.append(_matched(tensor, *found))
-        elif tensor.dtype.kind == "integer" or not tensor.shape or 0 in tensor.shape:
+        elif _means_nothing(tensor) and not any(mark in name for mark in _KNOWN_KINDS):
             match.carried.append(tensor)
         else:
             match.strangers.append(tensor)
@@ -157,6 +162,11 @@ def _matched_under(
         if conditions.hold(tie.when, unknown=match.written(tie.tensor) not in conditions.names)
     )
     return match
+
+
+def _means_nothing(tensor: StoredHeader) -> bool:
+    """Whether a tensor that no rule names can be no weight: integers, scalars and empty ones are carried along."""
+    return tensor.dtype.kind == "integer" or not tensor.shape or 0 in tensor.shape
 
 
 def applying_rule(architecture: ArchitectureMap, match: Match, config: ModelConfig, pattern: str) -> TensorRule:
@@ -285,6 +295,8 @@ _KNOWN_KINDS = {
     "lora_A": "a LoRA adapter and no model; merge it into its base first",
     "lora_B": "a LoRA adapter and no model; merge it into its base first",
     ".qweight": "packed GPTQ or AWQ weights, which must not be repeated; use the unquantised model",
+    "_proj_blocks": "MXFP4 weights, packed; save the model dequantised from transformers (Mxfp4Config(dequantize=True)) first",
+    "_proj_scales": "scales of MXFP4 weights, packed; save the model dequantised from transformers first",
     ".absmax": "bitsandbytes 4-bit weights; use the unquantised model",
     ".quant_state": "bitsandbytes 4-bit weights; use the unquantised model",
     "query_key_value": (

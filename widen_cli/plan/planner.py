@@ -9,7 +9,7 @@ from typing import Any
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.formulas import Formula, UnknownValueError
+from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import ConfigChanges, wide_sizes
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes
@@ -20,6 +20,7 @@ from widen_cli.plan.match import (
     Match,
     StoredHeader,
     common_prefix,
+    config_lookup,
     match_tensors,
     missing_tensors,
     report_strangers,
@@ -29,7 +30,7 @@ from widen_cli.plan.modes import MODES
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, base_changes, divisors, rotary_axes, rotary_method
 from widen_cli.plan.sizes import Sizes, resolve_sizes
-from widen_cli.plan.spaces import SpaceScales
+from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.scales import ContradictionError
@@ -57,9 +58,7 @@ def make_plan(
     faults = Faults()
     with faults:
         sizes = _check_input(architecture, match, tensors, config, request, faults)
-    positions = position_axes(
-        architecture, {name: space.formula for name, space in architecture.spaces.items() if space.formula}
-    )
+    positions = position_axes(architecture, lambda node: config_condition(architecture, config, node))
     method = rotary_method(architecture, config, request.rope)
     fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
     by_heads = _by_heads(architecture, match, positions, request.types)
@@ -85,6 +84,7 @@ def _check_input(
     faults: Faults,
 ) -> Sizes:
     file = printable(request.file)
+    _check_supported(architecture, config)
     if match.strangers and not match.matched and (prefix := common_prefix(architecture, tensors)):
         raise WidenError(
             f"{file}: every tensor name starts with '{printable(prefix)}', which '{architecture.architecture}' does not have; "
@@ -103,6 +103,24 @@ def _check_input(
     for text in shape_faults.texts:
         faults.add(f"{file}: {text}")
     return sizes
+
+
+def _check_supported(architecture: ArchitectureMap, config: ModelConfig) -> None:
+    """Raises WidenError where a config value says that the model is of a kind which the map does not speak of."""
+    lookup = config_lookup(architecture, config)
+    for formula in architecture.supports:
+        try:
+            if evaluate(formula, lookup):
+                continue
+        except UnknownValueError:
+            continue
+        except ValueError as error:
+            raise WidenError(f"{printable(config.name)}: its values do not fit what the map asks: {error}") from None
+        told = ", ".join(f"{name} is {config.get(name)!r}" for name, _, called in formula.names() if not called)
+        raise WidenError(
+            f"{printable(config.name)}: {told}, and map '{architecture.architecture}' knows only {formula.text}; "
+            "give --map with a map of your own"
+        )
 
 
 def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:

@@ -44,6 +44,16 @@ def carrier(architecture: ArchitectureMap, path: tuple[str, ...]) -> str:
     return next((name for name in path if name in architecture.spaces), path[-1])
 
 
+def config_condition(architecture: ArchitectureMap, config: ModelConfig, node: ast.expr) -> bool:
+    """Whether the condition of an `x if c else y` holds for a config; WidenError where its values do not fit."""
+    try:
+        return bool(evaluate(Formula(ast.unparse(node), node), config_lookup(architecture, config)))
+    except UnknownValueError as error:
+        return bool(architecture.defaults.get(error.name, True))
+    except ValueError as error:
+        raise WidenError(f"{printable(config.name)}: its values do not fit what the map asks: {error}") from None
+
+
 class SpaceScales:
     """Solves for the scales of the spaces that a matched checkpoint has."""
 
@@ -59,7 +69,6 @@ class SpaceScales:
         self.match = match
         self.factors = factors
         self.config = config
-        self.lookup = config_lookup(architecture, config)
         self.rules = list({id(item.rule): item.rule for item in match.matched}.values())
         self.tied_reads: frozenset[str] = frozenset()
         self.ties = [tie for tie in match.ties if self.applies(tie)]
@@ -85,14 +94,7 @@ class SpaceScales:
         return product
 
     def condition(self, node: ast.expr) -> bool:
-        try:
-            return bool(evaluate(Formula(ast.unparse(node), node), self.lookup))
-        except UnknownValueError as error:
-            return bool(self.architecture.defaults.get(error.name, True))
-        except ValueError as error:
-            raise WidenError(
-                f"{printable(self.config.name)}: its values do not fit what the map asks: {error}"
-            ) from None
+        return config_condition(self.architecture, self.config, node)
 
     def function(self, name: str) -> str:
         """The function a formula calls: itself, or what the config key of that name says."""

@@ -1,0 +1,120 @@
+"""Every family of the catalogue, widened and run by transformers in float64 throughout, in every scaling mode.
+
+A float64 rounding is too small to see, so each law of a map has to hold to the last digits, or the mode is refused.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import families_encoders
+import families_llama
+import families_older
+import models
+import pytest
+import torch
+from families import MODES, Family
+
+from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.errors import WidenError
+
+FAMILIES: tuple[Family, ...] = (*families_encoders.FAMILIES, *families_llama.FAMILIES, *families_older.FAMILIES)
+EXACT = 1e-11  # relative to the largest output
+
+
+def growths(family: Family, number: int, mode: str) -> tuple[str, ...]:
+    """The usual variant meets every growth in every mode; the others one in each mode, in turn."""
+    known = ("factor=2", *family.growths)
+    return known if number == 0 else (known[(number + MODES.index(mode)) % len(known)],)
+
+
+CASES = [
+    pytest.param(family, variant, mode, growth, id=f"{variant}-{mode}-{growth}")
+    for family in FAMILIES
+    for number, variant in enumerate(family.variants)
+    for mode in MODES
+    for growth in growths(family, number, mode)
+]
+
+
+class Narrow:
+    """The narrow checkpoints; each is saved and run once a session."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = cache(self._folder)
+        self.outputs = cache(self._outputs)
+
+    def _folder(self, family: str, variant: str, dtype: torch.dtype) -> Path:
+        described = next(known for known in FAMILIES if known.name == family).variants[variant]
+        folder = self.root / f"{variant}-{str(dtype)[6:]}"
+        models.build(described, dtype).save_pretrained(folder)
+        return folder
+
+    def _outputs(self, family: str, variant: str, dtype: torch.dtype) -> models.Outputs:
+        described = next(known for known in FAMILIES if known.name == family).variants[variant]
+        return models.outputs(self.folder(family, variant, dtype), torch.float64, inputs=described.inputs)
+
+
+@pytest.fixture(scope="session")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Narrow:
+    return Narrow(tmp_path_factory.mktemp("families"))
+
+
+def convert(source: Path, target: Path, growth: str, **options: str) -> Report:
+    asked = {"factor": int(growth[7:])} if growth.startswith("factor=") else {"grow": growth}
+    return run(prepare(Options(input=str(source), output=str(target), **asked, **options)), lambda nbytes: None)
+
+
+def error(narrow: Narrow, family: Family, variant: str, dtype: torch.dtype, report: Report, folder: Path) -> float:
+    """The relative error of a written folder; hidden states are folded by the plan's scale of the output space."""
+    plan = report.job.plan
+    scale = float(plan.scales[plan.output]) if plan.output in plan.scales else 1.0
+    wide = models.outputs(folder, torch.float64, inputs=family.variants[variant].inputs)
+    scales = {name: scale for name in wide if name.endswith("last_hidden_state")}
+    return models.relative_error(narrow.outputs(family.name, variant, dtype), wide, scales)
+
+
+@pytest.mark.parametrize(("family", "variant", "mode", "growth"), CASES)
+def test_the_function_is_kept(
+    family: Family, variant: str, mode: str, growth: str, narrow: Narrow, tmp_path: Path
+) -> None:
+    source, target = narrow.folder(family.name, variant, torch.float64), tmp_path / "wide"
+    word = family.refusal(variant, mode, growth)
+    if word is not None:
+        with pytest.raises(WidenError) as caught:
+            convert(source, target, growth, scaling=mode)
+        assert f"--scaling {mode}: not function-exact" in str(caught.value)
+        assert word in str(caught.value)
+        assert not target.exists()
+        return
+    report = convert(source, target, growth, scaling=mode)
+    assert error(narrow, family, variant, torch.float64, report, target) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("family", "growth", "word"),
+    [
+        pytest.param(family, growth, word, id=f"{family.name}-{growth}")
+        for family in FAMILIES
+        for growth, word in family.impossible.items()
+    ],
+)
+def test_what_cannot_grow_is_refused(family: Family, growth: str, word: str, narrow: Narrow, tmp_path: Path) -> None:
+    with pytest.raises(WidenError) as caught:
+        convert(narrow.folder(family.name, next(iter(family.variants)), torch.float64), tmp_path / "wide", growth)
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, id=family.name) for family in FAMILIES])
+def test_float32_without_being_told_more(family: Family, narrow: Narrow, tmp_path: Path) -> None:
+    """The default of the command line, on the file type that people have; run in float64, only the weights' rounding shows."""
+    for variant in family.variants:
+        source, target = narrow.folder(family.name, variant, torch.float32), tmp_path / variant
+        if all(family.refusal(variant, mode, "factor=2") for mode in MODES):
+            with pytest.raises(WidenError, match="no scaling keeps the function"):
+                convert(source, target, "factor=2")
+            continue
+        report = convert(source, target, "factor=2")
+        assert error(narrow, family, variant, torch.float32, report, target) <= 2e-5
