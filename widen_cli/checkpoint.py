@@ -197,7 +197,7 @@ def _stripped(tensors: Sequence[StoredTensor], prefix: str, name: str) -> tuple[
 
 def _refuse_quantised(config: ModelConfig) -> None:
     quantised = config.get("quantization_config")
-    if isinstance(quantised, dict):
+    if isinstance(quantised, dict) and not _block_scaled(quantised):
         method = quantised.get("quant_method") or (
             "bitsandbytes" if quantised.get("load_in_4bit") or quantised.get("load_in_8bit") else "some"
         )
@@ -205,6 +205,11 @@ def _refuse_quantised(config: ModelConfig) -> None:
             f"{printable(config.name)}: quantization_config says the weights are packed by {method}; packed codes must not be repeated; "
             "widen the unquantised model and quantise the result"
         )
+
+
+def _block_scaled(quantised: dict[str, Any]) -> bool:
+    """FP8 with a grid of scales is widened as it stands."""
+    return quantised.get("quant_method") == "fp8" and isinstance(quantised.get("weight_block_size"), list)
 
 
 def check_settings(architecture: ArchitectureMap, config: ModelConfig, settings: Mapping[str, Any]) -> None:
@@ -221,25 +226,22 @@ def check_settings(architecture: ArchitectureMap, config: ModelConfig, settings:
         raise WidenError(*faults)
 
 
-def choose_map(checkpoint: Checkpoint, option: str | None) -> ArchitectureMap:
+def choose_map(checkpoint: Checkpoint, option: str | None) -> tuple[ArchitectureMap, tuple[str, ...]]:
     """The map to go by: the one asked for, the one of the config's model_type, or the one that the tensor names fit.
 
-    Raises WidenError where none fits, naming the nearest.
+    With it come warnings: names alone may fit several. Raises WidenError where none fits, naming the nearest.
     """
     if option is not None:
-        return (
-            load_map(Path(option), option)
-            if option.endswith((".yaml", ".yml")) or Path(option).is_file()
-            else catalog_map(option)
-        )
+        named = option.endswith((".yaml", ".yml")) or Path(option).is_file()
+        return (load_map(Path(option), option) if named else catalog_map(option)), ()
     if checkpoint.gguf is not None:
-        return _map_of_gguf(checkpoint, checkpoint.gguf)
+        return _map_of_gguf(checkpoint, checkpoint.gguf), ()
     model_type = checkpoint.config.get("model_type")
     if isinstance(model_type, str):
         found = map_for_model_type(model_type)
         if found is None:
             raise WidenError(_unknown_type(checkpoint, model_type))
-        return found
+        return found, ()
     return _map_by_names(checkpoint)
 
 
@@ -268,20 +270,25 @@ def _unknown_type(checkpoint: Checkpoint, model_type: str) -> str:
     )
 
 
-def _map_by_names(checkpoint: Checkpoint) -> ArchitectureMap:
-    """The map under which no weight is unknown and the fewest are missing; of equals the first by name."""
-    best: tuple[tuple[int, int], ArchitectureMap] | None = None
+def _map_by_names(checkpoint: Checkpoint) -> tuple[ArchitectureMap, tuple[str, ...]]:
+    """The map under which no weight is unknown and the fewest are missing; of equals the one that may be taken by names."""
+    scores: dict[str, tuple[int, int]] = {}
     for name in (name for name in map_names() if not name.endswith(".gguf")):
-        architecture = catalog_map(name)
-        match = match_tensors(architecture, checkpoint.tensors, checkpoint.config)
+        match = match_tensors(catalog_map(name), checkpoint.tensors, checkpoint.config)
         if match.matched:
-            score = (len(match.strangers), len(missing_tensors(architecture, match, checkpoint.config)))
-            if best is None or score < best[0]:
-                best = (score, architecture)
-    if best is None or best[0][0] > len(checkpoint.tensors) // 2:
+            scores[name] = (len(match.strangers), len(missing_tensors(catalog_map(name), match, checkpoint.config)))
+    best = min(scores.values(), default=(0, 0))
+    fitting = [name for name, score in scores.items() if score == best]
+    if not fitting or best[0] > len(checkpoint.tensors) // 2:
         nested = "; sizes in text_config are not read yet" if "text_config" in checkpoint.config else ""
         raise WidenError(
             f"{printable(checkpoint.name)}: no config says what model this is, and its tensor names fit no map{nested}; "
             "give --config, or --map with one of `widen-ckpt maps` or of your own"
         )
-    return best[1]
+    if len(fitting) == 1:
+        return catalog_map(fitting[0]), ()
+    told = f"{printable(checkpoint.name)}: no config says what model this is, and its tensor names fit {', '.join(fitting)}"
+    taken = next((name for name in fitting if catalog_map(name).by_names), None)
+    if taken is None:
+        raise WidenError(f"{told}; give --config, or --map with one of them")
+    return catalog_map(taken), (f"{told}; taken as {taken}: give --config, or --map if it is another",)

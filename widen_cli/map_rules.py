@@ -90,6 +90,7 @@ class Rope:
 class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
+    `by_names`: of families whose tensors have the same names, the one that a model without a config is taken for.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
     a weight makes, by the weight's name.
     """
@@ -98,6 +99,7 @@ class ArchitectureMap:
     file: str
     model_types: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
+    by_names: bool
     prefixes: dict[str, tuple[str, ...]]
     synonyms: dict[str, str]
     repeats: dict[str, tuple[str, ...]]

@@ -18,6 +18,7 @@ class _Section(BaseModel):
 class MatchSection(_Section):
     model_type: list[str] = []
     gguf: list[str] = []
+    by_names: bool = False
 
 
 class AxisSection(_Section):

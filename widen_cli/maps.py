@@ -56,7 +56,10 @@ def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
         raise WidenError(f"{place}: there is no map '{parent}' to extend{did_you_mean(parent, map_names())}")
     if found.resolve() in (*seen, path.resolve()):
         raise WidenError(f"{place}: '{parent}' extends itself")
-    return merged(_with_parents(found, found.name, (*seen, path.resolve())), data)
+    inherited = _with_parents(found, found.name, (*seen, path.resolve()))
+    if isinstance(match := inherited.value.get("match"), dict):
+        match.pop("by_names", None)  # it is the parent that is taken for a model without a config
+    return merged(inherited, data)
 
 
 class _Compiler:
@@ -77,6 +80,7 @@ class _Compiler:
                 file=self.shown,
                 model_types=tuple(document.match.model_type),
                 gguf_architectures=tuple(document.match.gguf),
+                by_names=document.match.by_names,
                 prefixes={prefix: tuple(others) for prefix, others in document.prefixes.items()},
                 synonyms=document.synonyms,
                 repeats={

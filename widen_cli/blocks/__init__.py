@@ -6,10 +6,12 @@ numbers as before: a widened row, dequantised, is bit for bit the dequantised ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
-from widen_cli.blocks.codes import Coder, Field, coders
+from widen_cli.blocks.codes import Access, Coder, Field, coders
 from widen_cli.blocks.layout import RowLayout, can_widen, row_layout
 from widen_cli.blocks.numbers import can_dequantize, dequantized
 from widen_cli.blocks.scales import can_scale, scale_blocks
@@ -31,8 +33,8 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 
-# Values to widen at a time, so that their blocks stay in a core's second-level cache while one kind of codes after the
-# other is moved; and codes to move at a time, a byte each, so that what is made on the way stays there too.
+# Bytes to write at a time, so that old and new blocks stay in a core's second-level cache while one kind of codes after
+# the other is moved; and codes to take apart at a time, a byte each, so that what is made on the way stays there too.
 _STEP = 1 << 20
 _CODES = 1 << 19
 
@@ -48,11 +50,11 @@ def widen_row_blocks(blocks: Bytes, kind: BlockType, growth: Growth) -> Bytes:
     if blocks.ndim != 2 or blocks.dtype != np.uint8 or blocks.shape[1] != layout.old * kind.nbytes:
         raise ValueError(f"{kind.name}: {blocks.dtype} {blocks.shape} are no rows of {growth.old} values")
     result = np.empty((len(blocks), layout.new * kind.nbytes), np.uint8)
-    step = max(1, _STEP // growth.new)
+    step = max(1, _STEP // result.shape[1])
     for start in range(0, len(blocks), step):
         old, new = np.ascontiguousarray(blocks[start : start + step]), result[start : start + step]
         if layout.whole is not None:
-            layout.whole.apply(old, kind.nbytes, new)
+            layout.whole.apply(old, layout.whole.chunk * kind.nbytes, new)
         else:
             _recode(old, kind, layout, new)
         if layout.empty.size:
@@ -61,30 +63,33 @@ def widen_row_blocks(blocks: Bytes, kind: BlockType, growth: Growth) -> Bytes:
 
 
 def _recode(old: Bytes, kind: BlockType, layout: RowLayout, new: Bytes) -> None:
+    """All codes, from rows of old blocks into rows of new ones."""
+    stored, blocks = old.reshape(-1, kind.nbytes), new.reshape(-1, kind.nbytes)
     for coder in coders(kind):
-        step = max(1, _CODES // (layout.new * coder.codes.units))
-        for start in range(0, len(old), step):
-            _move_codes(coder, old[start : start + step], kind, layout, new[start : start + step])
+        codes, move = coder.codes, layout.moves[coder.codes.size]
+        needed = kind.sums is not None or (codes.zero is not None and codes.size in layout.zeros)
+        apart = [plane for plane in coder.planes if needed or not plane.move(stored, len(old), move, blocks)]
+        step = max(1, _CODES // (layout.new * codes.units))
+        for start in range(0, len(old) if apart else 0, step):
+            _move_apart(coder, apart, old[start : start + step], kind, layout, new[start : start + step])
 
 
-def _move_codes(coder: Coder, old: Bytes, kind: BlockType, layout: RowLayout, new: Bytes) -> None:
-    """One kind of codes, from rows of old blocks into rows of new ones."""
+def _move_apart(
+    coder: Coder, planes: Sequence[Access], old: Bytes, kind: BlockType, layout: RowLayout, new: Bytes
+) -> None:
+    """The codes of these planes, taken apart, moved and put together again."""
     codes, blocks = coder.codes, new.reshape(-1, kind.nbytes)
-    units = coder.unpacked(old.reshape(-1, kind.nbytes)).reshape(len(old), -1)
     move, zeros = layout.moves[codes.size], None if codes.zero is None else layout.zeros.get(codes.size)
-    moved: Bytes | None = None
-    for plane in coder.planes:
-        if zeros is None and plane.pack_repeated(units, move, blocks):
-            continue
-        if moved is None:
-            moved = move.apply(units, codes.units * codes.size // kind.size)
-            if zeros is not None:
-                moved &= zeros.view(np.uint8) - np.uint8(1)
-                moved |= zeros * np.uint8(codes.zero or 0)
-            moved = moved.reshape(-1, codes.units)
-            if codes.size == 1:
-                _put_sums(moved, kind, blocks)
-        plane.pack(moved, blocks)
+    units = coder.unpacked(old.reshape(-1, kind.nbytes)).reshape(-1, layout.old * codes.units)
+    units = move.apply(units, move.chunk * codes.units * codes.size // kind.size)
+    if zeros is not None:
+        units &= zeros.view(np.uint8) - np.uint8(1)
+        units |= zeros * np.uint8(codes.zero or 0)
+    units = units.reshape(-1, codes.units)
+    if codes.size == 1:
+        _put_sums(units, kind, blocks)
+    for plane in planes:
+        plane.pack(units, blocks)
 
 
 def _put_sums(units: Bytes, kind: BlockType, blocks: Bytes) -> None:
@@ -93,9 +98,9 @@ def _put_sums(units: Bytes, kind: BlockType, blocks: Bytes) -> None:
         return
     sums = units.view(np.int8).reshape(len(blocks), -1, kind.sums.of).sum(axis=2, dtype=np.int16)
     if kind.sums.scaled:
-        scale = Field(kind.scales[0].at, 2, kind.nbytes).read(blocks).view("<f2").astype(np.float32)
+        scale = Field(kind.scales[0].at, 2).read(blocks).view("<f2").astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             stored = (scale * sums).astype("<f2")
     else:
         stored = sums.astype("<i2", copy=False)
-    Field(kind.sums.at, stored.itemsize * stored.shape[1], kind.nbytes).write(blocks, stored.view(np.uint8))
+    Field(kind.sums.at, stored.itemsize * stored.shape[1]).write(blocks, stored.view(np.uint8))

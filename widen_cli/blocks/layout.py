@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,12 @@ class Move:
     source: Numbers
     each: int | None
 
+    @cached_property
+    def doublings(self) -> int:
+        """How often everything is doubled, if the copies of every chunk are a power of two, else 0."""
+        each = self.each or 1
+        return 0 if each & (each - 1) else each.bit_length() - 1
+
     @staticmethod
     def of(source: Numbers, old: int) -> Move:
         """The move that takes new item i from item `source[i]` of `old`."""
@@ -41,9 +47,8 @@ class Move:
             return Move(chunk, chunks[:0], each)
         return Move(chunk, chunks, None)
 
-    def apply(self, items: Bytes, nbytes: int, out: Bytes | None = None) -> Bytes:
-        """Rows of items of `nbytes` bytes each, [rows, bytes], moved: [rows, new bytes], in `out` if that is given."""
-        wide = self.chunk * nbytes
+    def apply(self, items: Bytes, wide: int, out: Bytes | None = None) -> Bytes:
+        """Rows of chunks of `wide` bytes each, [rows, bytes], moved: [rows, new bytes], in `out` if that is given."""
         if self.each is None:
             chunks = items.reshape(len(items), -1, wide)
             target = None if out is None else out.reshape(len(items), self.source.size, wide)
@@ -61,10 +66,14 @@ class Move:
 
 def _multiplied(items: Bytes, wide: int, each: int) -> Bytes:
     """Copies side by side as one word: the bits times 0x...0101."""
-    word = _WORD[wide * each]
-    words = items.view(_WORD[wide]).astype(word)
-    words *= word.type(sum(1 << 8 * wide * copy for copy in range(each)))
+    words = items.view(_WORD[wide]).astype(_WORD[wide * each])
+    words *= _factor(wide, each)
     return words.view(np.uint8)
+
+
+@cache
+def _factor(wide: int, each: int) -> Any:
+    return _WORD[wide * each].type(sum(1 << 8 * wide * copy for copy in range(each)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,16 +47,16 @@ def scale_blocks(blocks: Bytes, kind: BlockType, factor: Scale) -> tuple[Bytes, 
 
 def _scale(rows: Bytes, field: ScaleField, factor: Scale, counts: Counts) -> None:
     if field.kind in ("E8M0", "UE4M3"):
-        bits = Field(field.at, field.count, rows.shape[1])
+        bits = Field(field.at, field.count)
         bits.write(rows, _looked_up(bits.read(rows), field.kind, factor, counts))
     elif field.kind == "F16_NIBBLES":
-        words = Field(field.at, 8, rows.shape[1])
+        words = Field(field.at, 8)
         stored = words.read(rows).view("<u2")
         scaled = _cast(_from_nibbles(stored), "F16", factor, counts)
         words.write(rows, _with_nibbles(stored, scaled).view(np.uint8))
     else:
         number = STORED[field.kind]
-        bits = Field(field.at, number.bits // 8, rows.shape[1])
+        bits = Field(field.at, number.bits // 8)
         bits.write(rows, _cast(bits.read(rows), field.kind, factor, counts))
 
 

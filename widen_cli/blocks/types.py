@@ -43,6 +43,11 @@ class Plane:
     def nbytes(self) -> int:
         return self.units // self.in_word * self.word
 
+    @property
+    def fills_words(self) -> bool:
+        """Whether its words hold nothing else."""
+        return self.in_word * self.width == 8 * self.word
+
 
 @dataclass(frozen=True)
 class Trits:
@@ -157,7 +162,7 @@ def _block(
 
 # Six bits each for eight scales and eight minimums (get_scale_min_k4): the first four of each in the low bits of twice
 # four bytes, the last four half in the nibbles of four more bytes and half in the two top bits of those eight.
-_K4 = (
+SIX_BITS = (
     _each(
         *(32, Plane(4, 4, 6, lanes=4, per=1), Plane(12, 4, 4, lanes=4, per=1, first=4)),
         Plane(4, 4, 2, lanes=4, per=1, shift=6, first=4, to=4),
@@ -193,8 +198,8 @@ _TYPES = (
     _block("Q2_K", 256, 84, _f16(80, 82), _each(16, Plane(0, 16, 8), zero=0), _each(1, Plane(16, 256, 2, lanes=32)), _once(80, 4)),
     _block("Q3_K", 256, 110, _f16(108), _each(1, Plane(32, 256, 2, lanes=32), Plane(0, 256, 1, lanes=32, to=2), zero=4),
            _each(16, Plane(96, 16, 4, lanes=8), Plane(104, 16, 2, lanes=4, to=4)), _once(108, 2)),
-    _block("Q4_K", 256, 144, _f16(0, 2), _once(0, 4), *_K4, _each(1, Plane(16, 256, 4, lanes=32))),
-    _block("Q5_K", 256, 176, _f16(0, 2), _once(0, 4), *_K4, _each(1, Plane(48, 256, 4, lanes=32), Plane(16, 256, 1, lanes=32, to=4))),
+    _block("Q4_K", 256, 144, _f16(0, 2), _once(0, 4), *SIX_BITS, _each(1, Plane(16, 256, 4, lanes=32))),
+    _block("Q5_K", 256, 176, _f16(0, 2), _once(0, 4), *SIX_BITS, _each(1, Plane(48, 256, 4, lanes=32), Plane(16, 256, 1, lanes=32, to=4))),
     _block("Q6_K", 256, 210, _f16(208), _each(1, Plane(0, 256, 4, lanes=64), Plane(128, 256, 2, lanes=32, to=4), zero=32),
            _each(16, Plane(192, 16, 8)), _once(208, 2)),
     _block("IQ4_XS", 256, 136, _f16(0), _once(0, 2), _each(32, Plane(4, 8, 4), Plane(2, 8, 2, to=4), zero=32),

@@ -15,6 +15,7 @@ from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie, name_pattern
 
 MISSING_SHOWN = 8
+GRID = "_scale_inv"  # the name of a block-scaled FP8 weight's scales, behind its own
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
@@ -52,13 +53,15 @@ class Match:
     """The outcome for one checkpoint.
 
     `carried` are copied unchanged (integers, scalars and empty tensors that no rule names),
-    `dropped` left out, `strangers` are weights that no rule names.
+    `dropped` left out, `strangers` are weights that no rule names; `grids` are the scales of block-scaled FP8 weights, by
+    the weight's name.
     """
 
     matched: list[Matched] = field(default_factory=list)
     carried: list[StoredHeader] = field(default_factory=list)
     dropped: list[StoredHeader] = field(default_factory=list)
     strangers: list[StoredHeader] = field(default_factory=list)
+    grids: dict[str, StoredHeader] = field(default_factory=dict)
     spelling: tuple[tuple[str, str], ...] = ()
     synonyms: dict[str, str] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
@@ -143,6 +146,7 @@ def _matched_under(
         for rule in architecture.tensors
         if conditions.hold(rule.condition, unknown=False)
     ]
+    fp8 = {tensor.name for tensor in tensors if tensor.dtype.name.startswith("F8_") and len(tensor.shape) == 2}
     drops = [name_pattern(match.written(pattern)) for pattern in architecture.drop]
     for tensor in tensors:
         name = _canonical(tensor.name, architecture.synonyms)
@@ -150,6 +154,8 @@ def _matched_under(
             match.dropped.append(tensor)
         elif found := next(((rule, hit) for pattern, rule in rules if (hit := pattern.fullmatch(name))), None):
             match.matched.append(_matched(tensor, *found))
+        elif name.endswith(GRID) and name.removesuffix(GRID) in fp8:
+            match.grids[name.removesuffix(GRID)] = tensor
         elif _means_nothing(tensor) and not any(mark in name for mark in _KNOWN_KINDS):
             match.carried.append(tensor)
         else:

@@ -12,6 +12,7 @@ from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import ConfigChanges, wide_sizes
+from widen_cli.plan.grids import UnfitGridError, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes
 from widen_cli.plan.layouts import Arrangement, arrange
 from widen_cli.plan.made import with_divisors, with_scalars
@@ -303,17 +304,20 @@ class _Planner:
         builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first)
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
+        grids = list(self.match.grids.values())
         planned: list[TensorPlan] = []
         unknown: dict[str, str] = {}
         unfit = Faults()
         for tensor in tensors:
+            if tensor in grids:
+                continue
             if tensor.name in carried:
                 planned.append(TensorPlan(tensor, (tensor.name,), tensor.name, tensor.dtype))
             elif item := matched.get(tensor.name):
                 target = self.request.types.of(self.architecture, item)
                 try:
-                    planned.append(builder.tensor_plan(item, self.match, target))
-                except UnfitTypeError as error:
+                    planned += self.with_grid(builder.tensor_plan(item, self.match, target))
+                except (UnfitTypeError, UnfitGridError) as error:
                     unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:
                     unknown.update({axis: tensor.name for axis in error.axes if axis not in unknown})
@@ -322,6 +326,18 @@ class _Planner:
         if unknown:
             raise WidenError(self.needs(unknown))
         return self.with_made(with_scalars(self.architecture, planned))
+
+    def with_grid(self, plan: TensorPlan) -> tuple[TensorPlan, ...]:
+        """A weight's plan, and where it is block-scaled FP8 that of its scales."""
+        grid = self.match.grids.get(plan.source.name)
+        if grid is None:
+            return (plan,)
+        if plan.dtype != plan.source.dtype:
+            raise UnfitGridError(
+                f"tensor '{printable(plan.source.name)}' is block-scaled FP8, which --dtype cannot turn into {plan.dtype.name}; "
+                "leave --dtype out, or dequantise the model first"
+            )
+        return with_grid(plan, grid, block_size(self.config))
 
     def with_made(self, planned: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
         """The plans with the tensor that divides frequencies, where heads grow by it."""
