@@ -21,7 +21,7 @@ from widen_cli.hf_directory import HfDirectory, open_directory
 from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import catalog_map, load_map, map_for_gguf, map_for_model_type
-from widen_cli.plan.match import match_tensors, missing_tensors
+from widen_cli.plan.match import common_prefix, match_tensors, missing_tensors
 from widen_cli.safetensors_file import StoredTensor, read_header
 from widen_cli.sources import FileSource, PipeSource, Source
 
@@ -226,23 +226,48 @@ def check_settings(architecture: ArchitectureMap, config: ModelConfig, settings:
         raise WidenError(*faults)
 
 
-def choose_map(checkpoint: Checkpoint, option: str | None) -> tuple[ArchitectureMap, tuple[str, ...]]:
-    """The map to go by: the one asked for, the one of the config's model_type, or the one that the tensor names fit.
+@dataclass(frozen=True)
+class Choice:
+    """The map to go by; where the model is a part of another, the section of its config and what its names begin with.
 
-    With it come warnings: names alone may fit several. Raises WidenError where none fits, naming the nearest.
+    `warnings`: names alone may fit several maps.
+    """
+
+    architecture: ArchitectureMap
+    warnings: tuple[str, ...] = ()
+    section: str = ""
+    root: str = ""
+
+
+def choose_map(checkpoint: Checkpoint, option: str | None) -> Choice:
+    """The map asked for, the one of the config's model_type (or of its text_config's), or the one that the tensor names fit.
+
+    Raises WidenError where none fits, naming the nearest.
     """
     if option is not None:
         named = option.endswith((".yaml", ".yml")) or Path(option).is_file()
-        return (load_map(Path(option), option) if named else catalog_map(option)), ()
+        return Choice(load_map(Path(option), option) if named else catalog_map(option))
     if checkpoint.gguf is not None:
-        return _map_of_gguf(checkpoint, checkpoint.gguf), ()
+        return Choice(_map_of_gguf(checkpoint, checkpoint.gguf))
     model_type = checkpoint.config.get("model_type")
     if isinstance(model_type, str):
         found = map_for_model_type(model_type)
-        if found is None:
+        choice = Choice(found) if found else _nested(checkpoint)
+        if choice is None:
             raise WidenError(_unknown_type(checkpoint, model_type))
-        return found, ()
+        return choice
     return _map_by_names(checkpoint)
+
+
+SECTION = "text_config"
+
+
+def _nested(checkpoint: Checkpoint) -> Choice | None:
+    """Of a model that holds a known one and nothing else, the choice for that part; None for every other."""
+    model_type = checkpoint.config.get(f"{SECTION}.model_type")
+    found = map_for_model_type(model_type) if isinstance(model_type, str) else None
+    root = common_prefix(found, checkpoint.tensors) if found else None
+    return Choice(found, (), SECTION, root) if found and root else None
 
 
 def _map_of_gguf(checkpoint: Checkpoint, model: GgufModel) -> ArchitectureMap:
@@ -260,7 +285,7 @@ def _map_of_gguf(checkpoint: Checkpoint, model: GgufModel) -> ArchitectureMap:
 def _unknown_type(checkpoint: Checkpoint, model_type: str) -> str:
     config = printable(checkpoint.config.name)
     nested = (
-        "; its sizes stand in text_config, and models of several parts have no map yet"
+        "; its sizes stand in text_config, and what its other parts are takes a map that knows them"
         if "text_config" in checkpoint.config
         else ""
     )
@@ -270,7 +295,7 @@ def _unknown_type(checkpoint: Checkpoint, model_type: str) -> str:
     )
 
 
-def _map_by_names(checkpoint: Checkpoint) -> tuple[ArchitectureMap, tuple[str, ...]]:
+def _map_by_names(checkpoint: Checkpoint) -> Choice:
     """The map under which no weight is unknown and the fewest are missing; of equals the one that may be taken by names."""
     scores: dict[str, tuple[int, int]] = {}
     for name in (name for name in map_names() if not name.endswith(".gguf")):
@@ -280,15 +305,15 @@ def _map_by_names(checkpoint: Checkpoint) -> tuple[ArchitectureMap, tuple[str, .
     best = min(scores.values(), default=(0, 0))
     fitting = [name for name, score in scores.items() if score == best]
     if not fitting or best[0] > len(checkpoint.tensors) // 2:
-        nested = "; sizes in text_config are not read yet" if "text_config" in checkpoint.config else ""
+        nested = "; its sizes stand in text_config" if "text_config" in checkpoint.config else ""
         raise WidenError(
             f"{printable(checkpoint.name)}: no config says what model this is, and its tensor names fit no map{nested}; "
             "give --config, or --map with one of `widen-ckpt maps` or of your own"
         )
     if len(fitting) == 1:
-        return catalog_map(fitting[0]), ()
+        return Choice(catalog_map(fitting[0]))
     told = f"{printable(checkpoint.name)}: no config says what model this is, and its tensor names fit {', '.join(fitting)}"
     taken = next((name for name in fitting if catalog_map(name).by_names), None)
     if taken is None:
         raise WidenError(f"{told}; give --config, or --map with one of them")
-    return catalog_map(taken), (f"{told}; taken as {taken}: give --config, or --map if it is another",)
+    return Choice(catalog_map(taken), (f"{told}; taken as {taken}: give --config, or --map if it is another",))

@@ -17,22 +17,32 @@ class ModelConfig:
 
     Dotted keys reach into nested objects. `present` is False for a model that came without one;
     then only values given by `--set` are known, and no config is written. `per_layer`: a size may be a list, one for each
-    layer, as GGUF's may.
+    layer, as GGUF's may. `inside`: the section that is looked into first, such as `text_config`.
     """
 
-    def __init__(self, values: dict[str, Any], name: str, present: bool = True, per_layer: bool = False) -> None:
+    def __init__(
+        self, values: dict[str, Any], name: str, present: bool = True, per_layer: bool = False, inside: str = ""
+    ) -> None:
         self.values = values
         self.name = name
         self.present = present
         self.per_layer = per_layer
+        self.inside = inside
+
+    def within(self, section: str) -> ModelConfig:
+        """The same config, whose keys are looked for in a section first, and changed there."""
+        return ModelConfig(self.values, self.name, self.present, self.per_layer, section)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key, or the default where any part of the way is absent.
 
         A key that is there with its dots, as GGUF's are, counts as it stands.
         """
-        if key in self.values:
+        if key in self.values and not self.inside:
             return self.values[key]
+        own = self.values.get(self.inside)
+        if isinstance(own, dict) and (found := ModelConfig(own, self.name).get(key, MISSING)) is not MISSING:
+            return found
         value: Any = self.values
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -47,7 +57,9 @@ class ModelConfig:
         """A copy with dotted keys set; keys keep their place, new ones come last."""
         changed = copy.deepcopy(self.values)
         for key, value in values.items():
-            *path, last = [key] if key in changed else key.split(".")
+            *path, last = [key] if key in changed and not self.inside else key.split(".")
+            if self.inside and (key not in changed or key in changed[self.inside]):
+                path = [self.inside, *path]
             inner = changed
             for part in path:
                 inner = inner.setdefault(part, {})
@@ -56,7 +68,7 @@ class ModelConfig:
                         f"{printable(self.name)}: '{part}' is no object, so there is no '{printable(key)}' in it"
                     )
             inner[last] = value
-        return ModelConfig(changed, self.name, self.present, self.per_layer)
+        return ModelConfig(changed, self.name, self.present, self.per_layer, self.inside)
 
     def to_bytes(self) -> bytes:
         """The JSON file: two spaces, keys in the order found, `Infinity` and `NaN` as Python and transformers write them."""

@@ -116,7 +116,9 @@ def prepare(options: Options) -> Job:
         config_target = _config_target(options, checkpoint, directory)
         doubts = Faults() if options.dry_run else faults
         _check_targets(options, checkpoint, config_target, directory, doubts)
-        architecture, doubtful = choose_map(checkpoint, options.map)
+        choice = choose_map(checkpoint, options.map)
+        architecture, request = choice.architecture, replace(request, root=choice.root)
+        checkpoint = replace(checkpoint, config=checkpoint.config.within(choice.section))
         with faults.collecting():
             check_settings(architecture, checkpoint.found_config, request.settings)
         if checkpoint.faults:
@@ -133,7 +135,7 @@ def prepare(options: Options) -> Job:
         if not faults.texts:
             refused.pop_all()
     config = _changed_config(checkpoint.config, plan)
-    warnings = (*checkpoint.warnings, *doubtful, *plan.warnings)
+    warnings = (*checkpoint.warnings, *choice.warnings, *plan.warnings)
     if options.named:
         warnings += _unsaved(plan, checkpoint, config_target, options, directory)
         warnings += tuple(doubts.texts) if options.dry_run else ()

@@ -54,7 +54,7 @@ class Match:
 
     `carried` are copied unchanged (integers, scalars and empty tensors that no rule names),
     `dropped` left out, `strangers` are weights that no rule names; `grids` are the scales of block-scaled FP8 weights, by
-    the weight's name.
+    the weight's name. `root` stands in front of every name, as where the model is a part of another.
     """
 
     matched: list[Matched] = field(default_factory=list)
@@ -65,13 +65,14 @@ class Match:
     spelling: tuple[tuple[str, str], ...] = ()
     synonyms: dict[str, str] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
+    root: str = ""
 
     def written(self, pattern: str) -> str:
         """A map's name pattern as this checkpoint spells it."""
         for prefix, other in self.spelling:
             if pattern.startswith(prefix):
-                return other + pattern[len(prefix) :]
-        return pattern
+                return self.root + other + pattern[len(prefix) :]
+        return self.root + pattern
 
     def by_name(self, name: str) -> Matched | None:
         """The tensor that the map calls `name`, if it is stored."""
@@ -96,12 +97,14 @@ def config_lookup(architecture: ArchitectureMap, config: ModelConfig) -> Lookup:
     return lookup
 
 
-def match_tensors(architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig) -> Match:
+def match_tensors(
+    architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, root: str = ""
+) -> Match:
     """Matches by the spelling of the prefixes under which the most tensors find a rule, one prefix after the other."""
-    best = _matched_under(architecture, tensors, config, ())
+    best = _matched_under(architecture, tensors, config, (), root)
     for prefix, others in architecture.prefixes.items():
         candidates = [
-            _matched_under(architecture, tensors, config, (*best.spelling, (prefix, other))) for other in others
+            _matched_under(architecture, tensors, config, (*best.spelling, (prefix, other)), root) for other in others
         ]
         best = max([best, *candidates], key=lambda match: len(match.matched))
     return best
@@ -138,8 +141,9 @@ def _matched_under(
     tensors: Sequence[StoredHeader],
     config: ModelConfig,
     spelling: tuple[tuple[str, str], ...],
+    root: str,
 ) -> Match:
-    match = Match(spelling=spelling, synonyms=architecture.synonyms)
+    match = Match(spelling=spelling, synonyms=architecture.synonyms, root=root)
     conditions = _conditions(architecture, tensors, config, match)
     rules = [
         (name_pattern(match.written(rule.pattern)), rule)

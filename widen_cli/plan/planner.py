@@ -39,7 +39,10 @@ from widen_cli.scales import ContradictionError
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages."""
+    """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages.
+
+    `root` stands in front of all tensor names that the map knows.
+    """
 
     file: str
     factor: int | None = None
@@ -49,13 +52,14 @@ class PlanRequest:
     settings: dict[str, Any] = field(default_factory=dict)
     layout: str = "auto"
     rope: str | None = None
+    root: str = ""
 
 
 def make_plan(
     architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, request: PlanRequest
 ) -> Plan:
     """The plan for a checkpoint. Raises WidenError with every fault of the input and the request."""
-    match = match_tensors(architecture, tensors, config)
+    match = match_tensors(architecture, tensors, config, request.root)
     faults = Faults()
     with faults:
         sizes = _check_input(architecture, match, tensors, config, request, faults)
