@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from families import Family
+from families import MODES, Family
 from models import BATCH, EPS, POSITIONS, VOCAB, Variant, fixed_inputs
 from transformers import PreTrainedConfig
 
@@ -29,12 +29,25 @@ _BERT_GROWTHS = (
     "hidden=2,intermediate=3,heads=2",
     "hidden=3,intermediate=2,heads=3",
     "hidden=2,head_dim=2",
-    "intermediate=3",
 )
 # Roberta's positions begin behind the padding token.
 _ROBERTA = {**_BERT, "max_position_embeddings": POSITIONS + 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 _LITERAL = "in the code: s(hidden) = 1"
 _TRANSFORM_EPS = "one layer_norm_eps serves the norms of hidden and transformed"
+
+
+def _family(
+    name: str,
+    variants: Mapping[str, Variant],
+    growths: tuple[str, ...],
+    *,
+    ffn: str = "intermediate=3",
+    refused: Mapping[str, str] | None = None,
+    impossible: Mapping[str, str] | None = None,
+) -> Family:
+    """A family that grows in its FFN alone, too; that leaves the stream alone, so no mode is refused."""
+    exact = {f"{variant}:{mode}:{ffn}": "" for variant in variants for mode in MODES}
+    return Family(name, variants, (*growths, ffn), {**(refused or {}), **exact}, impossible or {})
 
 
 def _both(word: str, *variants: str, modes: tuple[str, ...] = ("orthogonal", "sum")) -> dict[str, str]:
@@ -43,7 +56,7 @@ def _both(word: str, *variants: str, modes: tuple[str, ...] = ("orthogonal", "su
 
 
 def _roberta(model_type: str, prefix: str) -> Family:
-    return Family(
+    return _family(
         model_type,
         {
             model_type: Variant(f"{prefix}Model", _ROBERTA),
@@ -80,6 +93,7 @@ _ELECTRA_GROWTHS = (
     "hidden=3,embedding=3,intermediate=2,heads=3",
     "hidden=2,embedding=2,head_dim=2",
 )
+_APART = "hidden=3,embedding=2,intermediate=2,heads=3"  # one epsilon serves both
 _EMBEDDING_EPS = "one layer_norm_eps serves the norms of hidden and words"
 _ALBERT = {**_BERT, "embedding_size": 24, "num_hidden_groups": 1}
 _ROTARY_GROWTHS = ("hidden=2,intermediate=3,heads=2", "hidden=3,intermediate=2,heads=3")
@@ -168,12 +182,11 @@ _T5_GROWTHS = (
     "hidden=2",
     "heads=3",
     "head_dim=2",
-    "intermediate=3",
 )
 
 
 def _t5(model_type: str, prefix: str, config: dict[str, Any]) -> Family:
-    return Family(
+    return _family(
         model_type,
         {
             model_type: Variant(f"{prefix}ForConditionalGeneration", config, _seq2seq, _T5_SMALL),
@@ -219,6 +232,7 @@ _BART = {
 _SCALED = {"scale_embedding": True}
 _RELU = {"activation_function": "relu"}
 _BART_SMALL = ("out_proj", "fc2")
+_BART_FFN = "encoder_intermediate=3,decoder_intermediate=2"
 _BART_GROWTHS = (
     "hidden=2,encoder_intermediate=3,encoder_heads=2,decoder_heads=2",
     "hidden=3,decoder_intermediate=2,encoder_heads=3,decoder_heads=3",
@@ -229,7 +243,7 @@ _BART_GROWTHS = (
 
 def _bart(model_type: str, prefix: str, config: dict[str, Any], refused: Mapping[str, str]) -> Family:
     head = {**config, **_LABELS}
-    return Family(
+    return _family(
         model_type,
         {
             model_type: Variant(f"{prefix}ForConditionalGeneration", config, _seq2seq, _BART_SMALL),
@@ -258,6 +272,7 @@ def _bart(model_type: str, prefix: str, config: dict[str, Any], refused: Mapping
             else {}
         ),
         _BART_GROWTHS,
+        ffn=_BART_FFN,
         refused=refused,
     )
 
@@ -338,11 +353,31 @@ def _pairs(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
 
 _MPNET = {**_ROBERTA, "type_vocab_size": 1}
 
+_ELECTRA_VARIANTS = {
+    "electra": Variant("ElectraModel", _ELECTRA),
+    "electra_generator": Variant("ElectraForMaskedLM", _ELECTRA),
+    "electra_generator_untied": Variant("ElectraForMaskedLM", {**_ELECTRA, **_UNTIED}),
+    "electra_discriminator": Variant("ElectraForPreTraining", _ELECTRA),
+    "electra_classification": Variant("ElectraForSequenceClassification", {**_ELECTRA, **_LABELS}),
+    "electra_token_classification": Variant("ElectraForTokenClassification", {**_ELECTRA, **_LABELS}),
+    "electra_qa": Variant("ElectraForQuestionAnswering", _ELECTRA),
+    "electra_choice": Variant("ElectraForMultipleChoice", _ELECTRA, _choices),
+    "electra_choice_tanh": Variant("ElectraForMultipleChoice", {**_ELECTRA, "summary_activation": "tanh"}, _choices),
+}
+_ALBERT_VARIANTS = {
+    "albert": Variant("AlbertModel", _ALBERT),
+    "albert_mlm": Variant("AlbertForMaskedLM", _ALBERT),
+    "albert_mlm_untied": Variant("AlbertForMaskedLM", {**_ALBERT, **_UNTIED}),
+    "albert_groups": Variant("AlbertForPreTraining", {**_ALBERT, "num_hidden_groups": 2, "inner_group_num": 2}),
+    "albert_classification": Variant("AlbertForSequenceClassification", {**_ALBERT, **_LABELS}),
+    "albert_token_classification": Variant("AlbertForTokenClassification", {**_ALBERT, **_LABELS}),
+    "albert_qa": Variant("AlbertForQuestionAnswering", _ALBERT),
+}
 FAMILIES: tuple[Family, ...] = (
     _roberta("roberta", "Roberta"),
     _roberta("xlm-roberta", "XLMRoberta"),
     _roberta("camembert", "Camembert"),
-    Family(
+    _family(
         "distilbert",
         {
             "distilbert": Variant("DistilBertForMaskedLM", _DISTILBERT, small=_LIN),
@@ -354,45 +389,39 @@ FAMILIES: tuple[Family, ...] = (
             "distilbert_qa": Variant("DistilBertForQuestionAnswering", {**_DISTILBERT, "activation": "relu"}),
             "distilbert_choice": Variant("DistilBertForMultipleChoice", _DISTILBERT, _choices),
         },
-        _BERT_GROWTHS[:3],
+        _BERT_GROWTHS,
         refused={"orthogonal": _LITERAL, "sum": _LITERAL},
     ),
-    Family(
+    _family(
         "electra",
-        {
-            "electra": Variant("ElectraModel", _ELECTRA),
-            "electra_generator": Variant("ElectraForMaskedLM", _ELECTRA),
-            "electra_generator_untied": Variant("ElectraForMaskedLM", {**_ELECTRA, **_UNTIED}),
-            "electra_discriminator": Variant("ElectraForPreTraining", _ELECTRA),
-            "electra_unprojected": Variant("ElectraForMaskedLM", {**_ELECTRA, "embedding_size": 36}),
-            "electra_unprojected_base": Variant("ElectraModel", {**_ELECTRA, "embedding_size": 36}),
-            "electra_classification": Variant("ElectraForSequenceClassification", {**_ELECTRA, **_LABELS}),
-            "electra_token_classification": Variant("ElectraForTokenClassification", {**_ELECTRA, **_LABELS}),
-            "electra_qa": Variant("ElectraForQuestionAnswering", _ELECTRA),
-            "electra_choice": Variant("ElectraForMultipleChoice", _ELECTRA, _choices),
-            "electra_choice_tanh": Variant(
-                "ElectraForMultipleChoice", {**_ELECTRA, "summary_activation": "tanh"}, _choices
-            ),
-        },
-        _ELECTRA_GROWTHS,
+        _ELECTRA_VARIANTS,
+        (*_ELECTRA_GROWTHS, _APART),
         refused={
+            **{f"{variant}:orthogonal:{_APART}": _EMBEDDING_EPS for variant in _ELECTRA_VARIANTS},
             "sum": _EMBEDDING_EPS,
-            **_both(_TRANSFORM_EPS, "electra_generator", "electra_generator_untied", "electra_unprojected"),
+            **_both(_TRANSFORM_EPS, "electra_generator", "electra_generator_untied"),
         },
+        impossible={"hidden=2,embedding=3,heads=2": "embedding != hidden"},
     ),
-    Family(
-        "albert",
+    _family(
+        "electra-unprojected",
         {
-            "albert": Variant("AlbertModel", _ALBERT),
-            "albert_mlm": Variant("AlbertForMaskedLM", _ALBERT),
-            "albert_mlm_untied": Variant("AlbertForMaskedLM", {**_ALBERT, **_UNTIED}),
-            "albert_groups": Variant("AlbertForPreTraining", {**_ALBERT, "num_hidden_groups": 2, "inner_group_num": 2}),
-            "albert_classification": Variant("AlbertForSequenceClassification", {**_ALBERT, **_LABELS}),
-            "albert_token_classification": Variant("AlbertForTokenClassification", {**_ALBERT, **_LABELS}),
-            "albert_qa": Variant("AlbertForQuestionAnswering", _ALBERT),
+            "electra_unprojected": Variant("ElectraModel", {**_ELECTRA, "embedding_size": 36}),
+            "electra_unprojected_generator": Variant("ElectraForMaskedLM", {**_ELECTRA, "embedding_size": 36}),
         },
         _ELECTRA_GROWTHS,
+        refused={"sum": _EMBEDDING_EPS, **_both(_TRANSFORM_EPS, "electra_unprojected_generator")},
+        impossible={"hidden=2,heads=2": "embedding == hidden"},
+    ),
+    _family(
+        "albert",
+        _ALBERT_VARIANTS,
+        (*_ELECTRA_GROWTHS, _APART),
         refused={
+            **{
+                f"{variant}:orthogonal:{_APART}": "one layer_norm_eps serves the norms of words and hidden"
+                for variant in _ALBERT_VARIANTS
+            },
             "sum": "one layer_norm_eps serves the norms of words and hidden",
             **_both(
                 "one layer_norm_eps serves the norms of words and transformed",
@@ -402,7 +431,7 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
     ),
-    Family(
+    _family(
         "mpnet",
         {
             "mpnet": Variant("MPNetModel", _MPNET),
@@ -415,7 +444,7 @@ FAMILIES: tuple[Family, ...] = (
         _BERT_GROWTHS,
         refused=_both(_TRANSFORM_EPS, "mpnet_mlm", "mpnet_mlm_untied"),
     ),
-    Family(
+    _family(
         "modernbert",
         {
             "modernbert": Variant("ModernBertModel", _MODERNBERT, small=_MODERNBERT_SMALL),
@@ -449,7 +478,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         impossible={"hidden=2,head_dim=2": "rotary angles depend on the head size"},
     ),
-    Family(
+    _family(
         "nomic_bert",
         {
             "nomic_bert": Variant("NomicBertModel", _BERT, small=_MODERNBERT_SMALL),
@@ -461,7 +490,7 @@ FAMILIES: tuple[Family, ...] = (
         refused=_both(_TRANSFORM_EPS, "nomic_bert_mlm"),
         impossible={"hidden=2,head_dim=2": "rotary angles depend on the head size"},
     ),
-    Family(
+    _family(
         "deberta-v2",
         {
             "deberta": Variant("DebertaV2Model", _DEBERTA),
@@ -480,7 +509,7 @@ FAMILIES: tuple[Family, ...] = (
             "deberta_token_classification": Variant("DebertaV2ForTokenClassification", {**_DEBERTA, **_LABELS}),
             "deberta_qa": Variant("DebertaV2ForQuestionAnswering", _DEBERTA),
         },
-        _BERT_GROWTHS[:3],
+        _BERT_GROWTHS,
         refused={
             **_both(_TRANSFORM_EPS, "deberta_mlm", "deberta_mlm_new", "deberta_mlm_untied"),
             **_both("hidden + convolution is a sum", "deberta_conv", "deberta_conv_groups"),
@@ -496,7 +525,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         impossible={"heads=2": "head_dim"},
     ),
-    Family(
+    _family(
         "bert-decoder",
         {
             "bert_cross": Variant("BertModel", {**_BERT, **_DECODER}, _encoded),
@@ -512,7 +541,7 @@ FAMILIES: tuple[Family, ...] = (
     _bart("bart", "Bart", _BART, _NORM_LITERAL),
     _bart("mbart", "MBart", _BART, _NORM_LITERAL),
     _bart("pegasus", "Pegasus", {**_BART, "pad_token_id": 0, "eos_token_id": 1}, _NORM_LITERAL),
-    Family(
+    _family(
         "marian",
         {
             "marian_base": Variant("MarianModel", _MARIAN, _seq2seq, _BART_SMALL),
@@ -526,9 +555,10 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _BART_GROWTHS,
+        ffn=_BART_FFN,
         refused=_NORM_LITERAL,
     ),
-    Family(
+    _family(
         "m2m_100",
         {
             "m2m_100": Variant("M2M100ForConditionalGeneration", _BART, _seq2seq, _BART_SMALL),
@@ -537,13 +567,14 @@ FAMILIES: tuple[Family, ...] = (
             ),
             "m2m_100_base": Variant("M2M100Model", {**_BART, **_SCALED}, _seq2seq, _BART_SMALL),
         },
-        ("encoder_intermediate=3", "encoder_intermediate=2,decoder_intermediate=3"),
+        ("encoder_intermediate=3",),
+        ffn=_BART_FFN,
         impossible={
             "hidden=2": "its positions are sinusoids computed at run time",
             "encoder_heads=2": "encoder_head_dim = hidden / encoder_heads",
         },
     ),
-    Family(
+    _family(
         "whisper",
         {
             "whisper": Variant("WhisperForConditionalGeneration", _WHISPER, _mel, _WHISPER_SMALL),
@@ -560,9 +591,10 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _BART_GROWTHS,
+        ffn=_BART_FFN,
         refused={"orthogonal": "sounded + stream is a sum", "sum": "sounded + stream is a sum"},
     ),
-    Family(
+    _family(
         "vit",
         {
             "vit": Variant("ViTModel", _VIT, _pixels),
@@ -571,9 +603,9 @@ FAMILIES: tuple[Family, ...] = (
             "vit_no_bias": Variant("ViTForImageClassification", {**_VIT, "qkv_bias": False}, _pixels),
             "vit_masked": Variant("ViTForMaskedImageModeling", {**_VIT, "encoder_stride": 4}, _pixels),
         },
-        ("hidden=2,intermediate=3,heads=2", "hidden=3,intermediate=2,heads=3,pooler=2", *_BERT_GROWTHS[2:]),
+        ("hidden=2,intermediate=3,heads=2", "hidden=3,intermediate=2,heads=3,pooler=2", _BERT_GROWTHS[2]),
     ),
-    Family(
+    _family(
         "clip_text_model",
         {
             "clip_text": Variant(
@@ -588,17 +620,17 @@ FAMILIES: tuple[Family, ...] = (
         },
         _BERT_GROWTHS,
     ),
-    Family(
+    _family(
         "clip_vision_model",
         {
             "clip_vision": Variant(
                 "CLIPVisionModelWithProjection", {**_CLIP_VISION, "projection_dim": 20}, _pixels, _BART_SMALL
             )
         },
-        _BERT_GROWTHS[:3],
+        _BERT_GROWTHS,
         refused={"sum": "one layer_norm_eps serves the norms of pixels and hidden"},
     ),
-    Family(
+    _family(
         "clip",
         {
             "clip": Variant(
@@ -619,14 +651,15 @@ FAMILIES: tuple[Family, ...] = (
             "hidden=2,head_dim=2,vision_intermediate=3,vision_hidden=2",
             "vision_hidden=3,vision_heads=3",
         ),
+        ffn="intermediate=3,vision_intermediate=2",
         refused={"sum": "serves the norms of vision_pixels and vision_hidden"},
     ),
-    Family(
+    _family(
         "siglip_text_model",
         {"siglip_text": Variant("SiglipTextModel", _CLIP_TEXT, _text, _BART_SMALL)},
         _BERT_GROWTHS,
     ),
-    Family(
+    _family(
         "siglip_vision_model",
         {
             "siglip_vision": Variant(
@@ -635,7 +668,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         _BERT_GROWTHS,
     ),
-    Family(
+    _family(
         "siglip",
         {
             "siglip_classification": Variant(
@@ -649,6 +682,7 @@ FAMILIES: tuple[Family, ...] = (
             "hidden=2,intermediate=3,heads=2,vision_hidden=3,projection=3,vision_intermediate=2,vision_heads=3",
             "hidden=2,head_dim=2",
         ),
+        ffn="intermediate=3,vision_intermediate=2",
         impossible={"vision_hidden=2,vision_heads=2": "projection == vision_hidden"},
     ),
 )

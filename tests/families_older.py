@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 import transformers
-from families import Family
+from families import MODES, Family
 from models import EPS, POSITIONS, VOCAB, Variant, fixed_inputs
 
 _LABELS = {"num_labels": 5}
@@ -133,13 +133,28 @@ FALCON_GROUPS = Family(
     {"falcon_groups": Variant("FalconForCausalLM", _FALCON_40B, small=_SMALL)},
     growths=("hidden=2,heads=2,kv_heads=1,intermediate=3", "heads=6,kv_heads=2"),
 )
+FALCON_RW = Family(
+    "falcon_rw",
+    {"falcon_rw": Variant("FalconForCausalLM", {**_FALCON_RW, "alibi": True}, small=_SMALL)},
+    growths=("intermediate=3",),
+    refused={f"falcon_rw:{mode}:factor=2": "alibi(heads)" for mode in MODES},
+    impossible={"hidden=2,heads=2,kv_heads=2": "ALiBi", "hidden=2,heads=1,kv_heads=1": "sqrt(head_dim)"},
+    notes="ALiBi's slopes depend on the heads and are divided by sqrt(head_dim), so only the FFN grows.",
+)
+
 _OPT = {
     **{key: value for key, value in _BASE.items() if key != "intermediate_size"},
     "ffn_dim": 50,
     "dropout": 0.0,
 }
-_LITERAL = "1e-05"
-_EPS_IN_CODE = {"orthogonal": _LITERAL, "sum": _LITERAL}
+_EPS_IN_CODE = {"orthogonal": "1e-05", "sum": "1e-05"}
+
+
+def _narrow_stream(*variants: str) -> dict[str, str]:
+    """What only a wider stream asks for stands in no way of a wider FFN."""
+    return {f"{variant}:{mode}:intermediate=3": "" for variant in variants for mode in MODES}
+
+
 OPT = Family(
     "opt",
     {
@@ -153,6 +168,8 @@ OPT = Family(
             {**_OPT, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False},
             small=_SMALL,
         ),
+        "opt_no_gain_tied": Variant("OPTForCausalLM", {**_OPT, "layer_norm_elementwise_affine": False}, small=_SMALL),
+        "opt_post_norm_tied": Variant("OPTForCausalLM", {**_OPT, "do_layer_norm_before": False}, small=_SMALL),
         "opt_post_norm": Variant(
             "OPTForCausalLM", {**_OPT, "do_layer_norm_before": False, "tie_word_embeddings": False}, small=_SMALL
         ),
@@ -160,8 +177,24 @@ OPT = Family(
         "opt_classification": Variant("OPTForSequenceClassification", {**_OPT, **_LABELS}, small=_SMALL),
         "opt_qa": Variant("OPTForQuestionAnswering", _OPT, small=_SMALL),
     },
-    growths=("hidden=2,intermediate=3,embed=2", "hidden=2,heads=2,embed=2", "heads=3,embed=3"),
-    refused=_EPS_IN_CODE,
+    growths=("hidden=2,intermediate=3,embed=2", "hidden=2,heads=2,embed=2", "heads=3,embed=3", "intermediate=3"),
+    refused={
+        **_EPS_IN_CODE,
+        **{f"opt_no_gain_tied:{mode}": "s(hidden) = 1" for mode in MODES},
+        **{f"opt_post_norm_tied:{mode}": "s(hidden) = 1" for mode in MODES},
+        **_narrow_stream(
+            "opt",
+            "opt_untied",
+            "opt_gelu",
+            "opt_no_gain",
+            "opt_no_gain_tied",
+            "opt_post_norm_tied",
+            "opt_post_norm",
+            "opt_base",
+            "opt_classification",
+            "opt_qa",
+        ),
+    },
     impossible={"hidden=2": "embed == hidden"},
 )
 _OPT_350M = {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24}
@@ -277,12 +310,14 @@ MPT = Family(
         "mpt_clip": Variant(
             "MptForCausalLM", {**_MPT, "attn_config": {"clip_qkv": 1.0, "softmax_scale": 0.3}}, _tokens, _SMALL
         ),
+        "mpt_clip_unscaled": Variant("MptForCausalLM", {**_MPT, "attn_config": {"clip_qkv": 1.0}}, _tokens, _SMALL),
         "mpt_base": Variant("MptModel", _MPT, _tokens, _SMALL),
         "mpt_classification": Variant("MptForSequenceClassification", {**_MPT, **_LABELS}, _tokens, _SMALL),
         "mpt_tokens": Variant("MptForTokenClassification", {**_MPT, **_LABELS}, _tokens, _SMALL),
         "mpt_qa": Variant("MptForQuestionAnswering", _MPT, _tokens, _SMALL),
     },
     growths=("hidden=3", "hidden=2,heads=1"),
+    refused={f"mpt_clip_unscaled:{mode}": "clamp acts on query" for mode in MODES},
     impossible={"heads=2": "ALiBi"},
 )
 
@@ -299,7 +334,6 @@ GPT_BIGCODE = Family(
         "gpt_bigcode_unscaled": Variant(
             "GPTBigCodeForCausalLM", {**_HEADWISE, "scale_attn_weights": False}, small=_SMALL
         ),
-        "gpt_bigcode_mha_dim": Variant("GPTBigCodeForCausalLM", _HEADWISE, small=_SMALL),
         "gpt_bigcode_base": Variant("GPTBigCodeModel", {**_BIGCODE, "activation_function": "relu"}, small=_SMALL),
         "gpt_bigcode_classification": Variant(
             "GPTBigCodeForSequenceClassification", {**_BIGCODE, **_LABELS}, small=_SMALL
@@ -474,8 +508,8 @@ RWKV = Family(
         ),
         "rwkv_base": Variant("RwkvModel", _RWKV, small=_RWKV_SMALL),
     },
-    growths=("hidden=2,attention=2,intermediate=3", "hidden=3,attention=3"),
-    refused=_EPS_IN_CODE,
+    growths=("hidden=2,attention=2,intermediate=3", "hidden=3,attention=3", "intermediate=3"),
+    refused={**_EPS_IN_CODE, **_narrow_stream("rwkv", "rwkv_tied", "rwkv_4h", "rwkv_base")},
     impossible={"hidden=2": "attention == hidden"},
 )
 
@@ -548,6 +582,7 @@ FAMILIES: tuple[Family, ...] = (
     PHI3,
     FALCON,
     FALCON_GROUPS,
+    FALCON_RW,
     OPT,
     OPT_PROJECTED,
     GPT_NEO,
@@ -566,20 +601,3 @@ FAMILIES: tuple[Family, ...] = (
     RWKV,
     JAMBA,
 )
-
-# Checkpoints that no mode keeps, whatever the growth of their stream: for the day when a test takes them.
-WHOLLY_REFUSED: dict[str, tuple[Variant, str]] = {
-    "falcon_rw": (Variant("FalconForCausalLM", {**_FALCON_RW, "alibi": True}, small=_SMALL), "sqrt(heads)"),
-    "opt_no_gain_tied": (
-        Variant("OPTForCausalLM", {**_OPT, "layer_norm_elementwise_affine": False}, small=_SMALL),
-        "lm_head.weight is tied",
-    ),
-    "opt_post_norm_tied": (
-        Variant("OPTForCausalLM", {**_OPT, "do_layer_norm_before": False}, small=_SMALL),
-        "lm_head.weight is tied",
-    ),
-    "mpt_clip_unscaled": (
-        Variant("MptForCausalLM", {**_MPT, "attn_config": {"clip_qkv": 1.0}}, _tokens, _SMALL),
-        "clamp acts on query",
-    ),
-}

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

@@ -29,7 +29,7 @@ from widen_cli.blocks import (
     scale_blocks,
     widen_row_blocks,
 )
-from widen_cli.blocks.codes import coders
+from widen_cli.blocks.codes import PlaneAccess, coders
 from widen_cli.blocks.types import Plane, Trits
 from widen_cli.dimensions import Copies, Growth, Laid
 from widen_cli.scales import ONE, Scale
@@ -277,6 +277,19 @@ def test_steps_make_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert np.array_equal(widen_row_blocks(stored, kind, growth), wide)
         parts = [widen_row_blocks(stored[at : at + 1], kind, growth) for at in range(7)]
         assert np.array_equal(np.concatenate(parts), wide)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_moved_as_they_lie_are_those_taken_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, stored = BLOCK_TYPES[name], random_blocks(name, 512, 16)
+    growths = [
+        Copies(512 // group, copies, inner=Copies(group)) for group, copies in product((1, 2, 8, 64, 128), (2, 3, 4, 8))
+    ]
+    possible = [growth for growth in growths if can_widen(kind, growth) is None]
+    moved = [widen_row_blocks(stored, kind, growth) for growth in possible]
+    monkeypatch.setattr(PlaneAccess, "move", lambda *_: False)
+    for growth, wide in zip(possible, moved, strict=True):
+        assert np.array_equal(widen_row_blocks(stored, kind, growth), wide), growth
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -145,9 +145,19 @@ def test_every_map_is_proved() -> None:
 
 REFUSED = {
     "heads are tied to hidden": ("gpt2", "hidden=1,heads=2", "does not go with head_dim = hidden / heads"),
-    "rotary head size": ("qwen3", "head_dim=2", "rotary angles depend on the head size"),
-    "rotary head size follows hidden": ("phi3", "hidden=2,heads=1", "rotary angles depend on the head size"),
-    "partly rotated heads": ("gptneox", "hidden=2,head_dim=2", "rotary angles depend on the head size"),
+    "a head's size is tied to hidden": ("qwen2", "hidden=1,head_dim=2", "does not go with head_dim = hidden / heads"),
+    "hidden larger than its heads": (
+        "phi3",
+        "hidden=3,heads=1,head_dim=2",
+        "does not go with head_dim = hidden / heads",
+    ),
+    "a part of a head": (
+        "gptneox",
+        "hidden=2,head_dim=2,rotated=1",
+        "does not go with head_dim = hidden / heads and passed =",
+    ),
+    "keys larger than values": ("qwen3", "head_dim=2,value_dim=1", "head_dim == value_dim"),
+    "a rotated part of a latent's head": ("deepseek2", "rotary_dim=2", "'rotary_dim' cannot grow"),
     "Gemma's quotient of widths": ("gemma3-27b", "hidden=3,heads=2", "block_count != 62 or hidden % heads == 0"),
     "ALiBi": ("bloom", "hidden=2,heads=2", "ALiBi's slopes depend on the number of heads"),
     "a latent's rank": ("deepseek2", "latent_rank=2", "'latent_rank' cannot grow"),

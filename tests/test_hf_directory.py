@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 
 from widen_cli.errors import WidenError
 from widen_cli.hf_directory import (
@@ -258,11 +259,27 @@ def test_several_singles(tmp_path: Path) -> None:
     assert faults(tmp_path) == [f"{tmp_path}: {text}"]
 
 
-def test_pickle_is_named_and_not_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pytorch_model.bin")  # opening it would wait for ever
-    (tmp_path / "args.bin").touch()
-    (text,) = faults(tmp_path)
-    assert text.startswith(f"{tmp_path}/pytorch_model.bin: is a pickle, which can run code and is not opened; convert")
+def test_a_folder_of_pytorch_files(tmp_path: Path) -> None:
+    one, two = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
+    torch.save({"a": torch.ones(4), "step": 1}, tmp_path / one)
+    torch.save({"b": torch.ones(4).to(torch.bfloat16)}, tmp_path / two)
+    torch.save({"x": torch.ones(1)}, tmp_path / "training_args.bin")
+    table = {"metadata": {"total_size": 24}, "weight_map": {"a": one, "b": two}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(table))
+    opened = open_directory(tmp_path)
+    assert [tensor.name for tensor in opened.tensors] == ["a", "b"]
+    assert opened.shards == (one, two)
+    assert opened.warnings == (f"{tmp_path}/{one}: left out, being no tensors of the model: 'step'",)
+    assert opened.companions == ()
+    opened.close()
+    weights(tmp_path / "model.safetensors", "c")
+    assert [tensor.name for tensor in open_directory(tmp_path).tensors] == ["c"], "safetensors count where they are"
+
+
+def test_a_pickle_of_another_name_is_named_and_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "args.bin")  # opening it would wait for ever
+    text = "the folder has no *.safetensors and no pytorch_model*.bin; give the file itself"
+    assert faults(tmp_path) == [f"{tmp_path}/args.bin: {text}"]
 
 
 def test_folders_without_weights(tmp_path: Path) -> None:
@@ -406,8 +423,8 @@ def test_parse_size_refuses(text: str) -> None:
 
 
 # What the files alone decide; in the other rows the fault is one of config or plan.
-REFUSED = {"dir_index_ghost_tensor", "dir_index_traversal", "dir_no_index_gap", "dir_only_pickle"}
-FAULTY_SHARDS = {"dir_missing_shard", "dir_shard_truncated", "dir_hf_cache_dangling"}
+REFUSED = {"dir_index_ghost_tensor", "dir_index_traversal", "dir_no_index_gap"}
+FAULTY_SHARDS = {"dir_missing_shard", "dir_shard_truncated", "dir_hf_cache_dangling", "dir_only_pickle"}
 
 
 def _wild_rows() -> list[tuple[str, str, str]]:

@@ -89,6 +89,27 @@ def faults(path: Path) -> list[str]:
         ("{key: hidden_size}", "{key: hidden_size, fixed: 1}", ["3:30: 'axes.hidden.fixed' has to be true or false"]),
         ("[hidden]", "hidden", ["5:10: 'growth.width' has to be a list"]),
         ("architecture: tiny", "architecture: 3", ["1:1: 'architecture' has to be a text"]),
+        ("spaces:", "ropes: {}\nspaces:", ["6:1: unknown key 'ropes' (did you mean 'rope'?)"]),
+        ("spaces:", "multiplier: []\nspaces:", ["6:1: unknown key 'multiplier' (did you mean 'multipliers'?)"]),
+        ("spaces:", "scalar: {}\nspaces:", ["6:1: unknown key 'scalar' (did you mean 'scalars'?)"]),
+        ("spaces:", "rope: [theta]\nspaces:", ["6:1: 'rope' has to be a mapping"]),
+        ("spaces:", "rope: {keys: [eps]}\nspaces:", ["6:1: 'methods' is missing here"]),
+        (
+            "spaces:",
+            "rope: {keys: [eps], method: {theta: true}}\nspaces:",
+            ["6:1: 'methods' is missing here", "6:21: unknown key 'method' (did you mean 'methods'?)"],
+        ),
+        ("spaces:", "rope: {methods: [theta]}\nspaces:", ["6:8: 'rope.methods' has to be a mapping"]),
+        (
+            "spaces:",
+            "rope: {keys: [eps], methods: {theta: 3}}\nspaces:",
+            ["6:31: 'rope.methods.theta' has to be a text or true or false"],
+        ),
+        ("spaces:", "rope: {keys: eps, methods: {spread: true}}\nspaces:", ["6:8: 'rope.keys' has to be a list"]),
+        ("spaces:", "rope: {tensor: 3, methods: {spread: true}}\nspaces:", ["6:8: 'rope.tensor' has to be a text"]),
+        ("spaces:", "multipliers: eps\nspaces:", ["6:1: 'multipliers' has to be a list"]),
+        ("spaces:", "scalars: [embed]\nspaces:", ["6:1: 'scalars' has to be a mapping"]),
+        ("[hidden]}", "[hidden], head_dim: {a: b}}", ["5:27: 'growth.head_dim' has to be a text or a list"]),
     ],
 )  # fmt: skip
 def test_form(write: Callable[..., Path], old: str, new: str, expected: list[str]) -> None:
@@ -132,6 +153,40 @@ def test_form(write: Callable[..., Path], old: str, new: str, expected: list[str
         ("[hidden]}", "[hidden], heads: [vocb]}", "5:35", "'vocb' is no axis of this map (did you mean 'vocab'?)"),
         ("[hidden]}", "[hidden], head_dim: hd}", "5:37", "'hd' is no axis of this map"),
         ("tensors:", "sidecars: {x.json: {a: hiden}}\ntensors:", "9:24", "'hiden' is no axis of this map (did you mean 'hidden'?)"),
+        ("[hidden]}", "[hidden], head_dim: [hiden]}", "5:38", "'hiden' is no axis of this map (did you mean 'hidden'?)"),
+        ("[hidden]}", "[hidden], head_dim: [hidden, vocb]}", "5:46", "'vocb' is no axis of this map (did you mean 'vocab'?)"),
+        ("tensors:", "multipliers: [esp]\ntensors:", "9:15", "'esp' is no config key of this map (did you mean 'eps'?)"),
+        ("tensors:", "multipliers: [eps, hidden]\ntensors:", "9:20", "'hidden' is no config key of this map"),
+        ("tensors:", "scalars: {embed: hed}\ntensors:", "9:18", "'hed' is no tensor of this map (did you mean 'head'?)"),
+        *(
+            ("tensors:", f"rope: {{methods: {{{methods}}}}}\ntensors:", place, message)
+            for methods, place, message in (
+                ("spred: true", "9:18", "'spred' is no way to grow (did you mean 'spread'?)"),
+                ("zzz: true", "9:18", "'zzz' is no way to grow"),
+                ("spread: esp == 0", "9:26", f"'esp' {WHAT_NAME} (did you mean 'eps'?)"),
+                ("spread: esp === 0", "9:32", "cannot read the formula 'esp === 0'"),
+                ("spread: has('hed')", "9:30", "'hed' is no tensor of this map (did you mean 'head'?)"),
+                ("theta: true", "9:1", "theta needs 'keys', the config keys of the angles' base"),
+            )
+        ),
+        (
+            "tensors:",
+            "rope: {keys: [eps], methods: {frequencies: true}}\ntensors:",
+            "9:1",
+            "frequencies needs a 'tensor' of numbers that divide them",
+        ),
+        (
+            "tensors:",
+            "rope: {keys: [eps], methods: {frequencies: true}, tensor: hed}\ntensors:",
+            "9:59",
+            "'hed' is no tensor of this map (did you mean 'head'?)",
+        ),
+        pytest.param(
+            "tensors:",
+            "scalars: {embd: head}\ntensors:",
+            "9:11",
+            "'embd' is no tensor of this map (did you mean 'embed'?)",
+        ),
     ],
 )  # fmt: skip
 def test_words(write: Callable[..., Path], old: str, new: str, place: str, message: str) -> None:
@@ -237,6 +292,14 @@ def space(formula: str) -> tuple[str, str]:
         space("final and hidden"),
         space("made"),
         space("silu(other)\n  other: silu(made)"),
+        pytest.param(
+            "tensors:",
+            "rope: {methods: {frequencies: true}, tensor: head}\ntensors:",
+        ),
+        pytest.param(
+            "tensors:",
+            "scalars: {embed: 'blk.*.s'}\ntensors:\n  blk.*.s: '1'",
+        ),
         ("[hidden]", "[]"),
         ("vocab -> hidden", "[]"),
         ("embed:", "embed.{hiden}.w:"),
@@ -317,6 +380,58 @@ def test_a_child_may_remove_a_section(write: Callable[..., Path]) -> None:
     write(TINY + "tied: [{tensor: head, to: embed}]\ndrop: [x]\n")
     child = load_map(write("extends: tiny\narchitecture: child\ntied: null\ndrop: []\n", "child"))
     assert (child.tied, child.drop) == ((), ())
+
+
+HEADS = """\
+architecture: tiny
+axes: {hidden: {key: h}, head_dim: {key: d}, value_dim: {key: v}, rotary: {size: head_dim / 2}}
+growth: {width: [hidden], head_dim: [head_dim, value_dim]}
+config: {base: 10000.0, other_base: 500.0, scale: 0, scaling: none}
+multipliers: [scale]
+scalars: {q.weight: q.scale}
+rope:
+  keys: [base, [other_base, local_base]]
+  tensor: freqs
+  methods: {theta: true, spread: scaling != "yarn"}
+tensors:
+  q.weight: head_dim <- hidden
+  q.scale?: "1"
+  freqs?:   rotary
+"""
+
+
+def test_what_a_map_says_of_heads_and_factors(write: Callable[..., Path]) -> None:
+    """One name of a base is short for a list of it; the ways stand in the order in which they are taken."""
+    found = load_map(write(HEADS))
+    assert (found.growth.head_dim, found.growth.with_head_dim) == ("head_dim", ("value_dim",))
+    assert (found.multipliers, found.scalars) == (("scale",), {"q.weight": "q.scale"})
+    assert found.rope is not None
+    assert (found.rope.keys, found.rope.tensor) == ((("base",), ("other_base", "local_base")), "freqs")
+    assert {name: formula.text for name, formula in found.rope.methods.items()} == {
+        "theta": "True",
+        "spread": 'scaling != "yarn"',
+    }
+    assert list(found.rope.methods) == ["theta", "spread"]
+
+
+def test_one_axis_or_none_of_heads(write: Callable[..., Path]) -> None:
+    for text, expected in (("head_dim", "head_dim"), ("[head_dim]", "head_dim"), ("[]", None), ("null", None)):
+        growth = load_map(write(HEADS.replace("[head_dim, value_dim]", text))).growth
+        assert (growth.head_dim, growth.with_head_dim) == (expected, ())
+
+
+def test_a_child_changes_what_its_parent_says_of_heads(write: Callable[..., Path]) -> None:
+    """Key by key in a section; the ways are one key."""
+    write(HEADS)
+    child = load_map(
+        write(
+            "extends: tiny\narchitecture: child\nscalars: null\nrope: {methods: {theta: true}, tensor: null}\n",
+            "child",
+        )
+    )
+    assert child.scalars == {}
+    assert child.rope is not None
+    assert (child.rope.tensor, list(child.rope.methods), child.rope.keys[0]) == (None, ["theta"], ("base",))
 
 
 def test_removing_what_is_not_there_is_a_mistake(write: Callable[..., Path]) -> None:

@@ -32,6 +32,8 @@ DOUBLED = [
     "llama.attention.head_count",
     "llama.attention.head_count_kv",
 ]
+# What the table calls an error "until" something is supported, "then ok": now it is.
+SUPPORTED = ("st_f8_block_scaled.safetensors", "dir_config_nested")
 PICKLE_RAN = "wild_pickle_was_run"
 
 
@@ -51,6 +53,7 @@ def _rows() -> list[Row]:
         rows = [
             Row(line["file"], line["must"], line["mention"] or "") for line in csv.DictReader(lines, delimiter="\t")
         ]
+    rows = [Row(row.file, "ok", "") if row.file in SUPPORTED else row for row in rows]
     return [row for row in rows if row.file.startswith(("st_", "dir_", "gg_"))]
 
 
@@ -120,7 +123,8 @@ def stored(folder: Path) -> dict[str, tuple[str, list[int]]]:
             for name in opened.keys():  # noqa: SIM118 - no mapping
                 view = opened.get_slice(name)
                 found[name] = (view.get_dtype(), view.get_shape())
-                assert opened.get_tensor(name).nbytes >= 0
+                # numpy has no FP8 of its own.
+                assert view.get_dtype() == "F8_E4M3" or opened.get_tensor(name).nbytes >= 0
     return found
 
 
@@ -156,6 +160,7 @@ def check_output(path: Path, out: Path) -> None:
     tensors = stored(out)
     config = json.loads((out / "config.json").read_text())
     narrow = json.loads(((path if path.is_dir() else path.parents[1]) / "config.json").read_text())
+    config, narrow = (found.get("text_config", found) for found in (config, narrow))
     assert config["hidden_size"] == 2 * narrow["hidden_size"]
     table = next(shape for name, (_, shape) in tensors.items() if name.endswith("embed_tokens.weight"))
     assert table == [narrow["vocab_size"], config["hidden_size"]]

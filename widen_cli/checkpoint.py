@@ -1,4 +1,4 @@
-"""Opens what the user names: a safetensors file, a Hugging Face directory, or a pipe; with the config that goes with it."""
+"""Opens what the user names: a safetensors or PyTorch file, a Hugging Face directory, or a pipe; with the config that goes with it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import catalog_map, load_map, map_for_gguf, map_for_model_type
 from widen_cli.plan.match import common_prefix, match_tensors, missing_tensors
-from widen_cli.safetensors_file import StoredTensor, read_header
+from widen_cli.safetensors_file import StoredTensor
 from widen_cli.sources import FileSource, PipeSource, Source
+from widen_cli.torch_file import TorchHeader, read_weights
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Checkpoint:
     `config` holds what `--set` adds to `found_config`.
     `gguf` is the model of a GGUF file, whose metadata is its config. `directory` is None for a single file or a pipe;
     `files` are the inputs that no output may touch. `faults` are those of shards that cannot be read; with them the model
-    can be looked at and not widened.
+    can be looked at and not widened. `adapter`: what PEFT adds to a model, not a model.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Checkpoint:
     warnings: tuple[str, ...]
     faults: tuple[str, ...] = ()
     gguf: GgufModel | None = None
+    adapter: bool = False
 
     @property
     def sequential(self) -> bool:
@@ -103,9 +105,17 @@ def open_checkpoint(
         if not faults.texts:
             opened.pop_all()
     files = (*([Path(given)] if given != "-" else []), *([config_path] if config_path else []), *weights.files)
-    warnings = weights.directory.warnings if weights.directory else ()
     return Checkpoint(
-        name, tensors, weights.metadata, config, found, config_path, weights.directory, files, warnings, unreadable
+        name,
+        tensors,
+        weights.metadata,
+        config,
+        found,
+        config_path,
+        weights.directory,
+        files,
+        weights.warnings,
+        unreadable,
     )
 
 
@@ -118,6 +128,7 @@ class _Weights:
     config_path: Path | None = None
     directory: HfDirectory | None = None
     files: tuple[Path, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def close(self) -> None:
         for source in {id(tensor.source): tensor.source for tensor in self.tensors}.values():
@@ -137,8 +148,8 @@ def _pipe(given: str) -> PipeSource | None:
 
 
 def _is_gguf(given: str) -> bool:
-    """Whether a path is to be opened as a GGUF, by its first bytes or by its name."""
-    if os.path.isdir(given):
+    """Whether a path is to be opened as a GGUF, by its first bytes or by its name; one that says .safetensors lies if it is."""
+    if os.path.isdir(given) or given.endswith(".safetensors"):
         return False
     with suppress(OSError), open(given, "rb") as file:
         if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC:
@@ -150,18 +161,26 @@ def _weights(given: str, pipe: PipeSource | None) -> _Weights:
     if given != "-" and os.path.isdir(given):
         directory = open_directory(Path(given))
         files = tuple(Path(given, shard) for shard in directory.shards)
-        return _Weights(directory.tensors, directory.metadata, directory.config_path, directory, files)
-    numbered = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", given)
+        return _Weights(
+            directory.tensors, directory.metadata, directory.config_path, directory, files, directory.warnings
+        )
+    numbered = re.search(r"-\d{5}-of-(\d{5})\.(?:safetensors|bin)$", given)
     if numbered and int(numbered[1]) > 1 and os.path.exists(given):
         raise WidenError(f"{printable(given)}: is one of {int(numbered[1])} shards; give the folder they are in")
-    header = read_header(pipe or FileSource(Path(given)))
-    return _Weights(header.tensors, header.metadata, None if given == "-" else _config_beside(Path(given)))
+    header = read_weights(pipe or FileSource(Path(given)))
+    beside = None if given == "-" else _config_beside(Path(given))
+    warnings = header.warnings if isinstance(header, TorchHeader) else ()
+    return _Weights(header.tensors, header.metadata, beside, warnings=warnings)
 
 
 def _config(given: str, path: Path | None, needed: bool) -> ModelConfig:
     if path is not None:
         return read_config(path)
     if needed:
+        if Path(given, "adapter_config.json").is_file():
+            raise WidenError(
+                f"{printable(given)}: a PEFT adapter and no model; merge it into its base first, or give its base with --base"
+            )
         raise WidenError(
             f"{printable(given)}: no config.json; fetch it, give --config, or say with --set what the tensors do not tell"
         )
@@ -295,10 +314,25 @@ def _unknown_type(checkpoint: Checkpoint, model_type: str) -> str:
     )
 
 
+def _may_fit(architecture: ArchitectureMap, checkpoint: Checkpoint) -> bool:
+    """Whether most tensors end in two parts that some rule ends in; matching all rules of all maps would take a second."""
+    ends = {_end(rule.pattern) for rule in architecture.tensors}
+    ends |= {_end(f"x.{other}") for other in architecture.synonyms}
+    fitting = sum(_end(tensor.name) in ends for tensor in checkpoint.tensors)
+    return 2 * fitting >= len(checkpoint.tensors)
+
+
+def _end(name: str) -> tuple[str, ...]:
+    """The last two parts of a name, numbers and axes that count heads as they are counted."""
+    return tuple("*" if part.isdigit() or part.startswith("{") else part for part in name.split(".")[-2:])
+
+
 def _map_by_names(checkpoint: Checkpoint) -> Choice:
     """The map under which no weight is unknown and the fewest are missing; of equals the one that may be taken by names."""
     scores: dict[str, tuple[int, int]] = {}
-    for name in (name for name in map_names() if not name.endswith(".gguf")):
+    for name in (
+        name for name in map_names() if not name.endswith(".gguf") and _may_fit(catalog_map(name), checkpoint)
+    ):
         match = match_tensors(catalog_map(name), checkpoint.tensors, checkpoint.config)
         if match.matched:
             scores[name] = (len(match.strangers), len(missing_tensors(catalog_map(name), match, checkpoint.config)))

@@ -198,6 +198,11 @@ def _readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.
     multiple=True,
     help="A config value to go by, such as num_attention_heads=12. Repeatable.",
 )
+@click.option(
+    "--base",
+    metavar="MODEL",
+    help="Of a LoRA adapter IN: its narrow base; every other option as for widening that base.",
+)
 @click.option("--config-out", metavar="FILE", help="Where to write the new config.")
 @click.option("--strip-prefix", metavar="TEXT", help="Take this prefix off the tensor names, such as _orig_mod.")
 @click.option(
@@ -230,7 +235,7 @@ def _readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.
 def convert(dry_run: bool, as_json: bool, quiet: int, **given: Any) -> None:
     """Widen the checkpoint IN and write it to OUT.
 
-    IN is a safetensors file, a Hugging Face directory, or - for standard input. OUT is a file, a directory (always for a
+    IN is a safetensors, GGUF or PyTorch file, a Hugging Face directory, or - for standard input. OUT is a file, a directory (always for a
     directory IN, else with a / at its end), or - for standard output. A dry run does without OUT.
     """
     if given["threads"] is None:

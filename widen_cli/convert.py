@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
 from widen_cli.checkpoint import Checkpoint, check_settings, choose_map, open_checkpoint
 from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
@@ -54,6 +55,7 @@ class Options:
     map: str | None = None
     config: str | None = None
     settings: tuple[str, ...] = ()
+    base: str | None = None
     config_out: str | None = None
     strip_prefix: str | None = None
     max_shard_size: str | None = None
@@ -116,17 +118,7 @@ def prepare(options: Options) -> Job:
         config_target = _config_target(options, checkpoint, directory)
         doubts = Faults() if options.dry_run else faults
         _check_targets(options, checkpoint, config_target, directory, doubts)
-        choice = choose_map(checkpoint, options.map)
-        architecture, request = choice.architecture, replace(request, root=choice.root)
-        checkpoint = replace(checkpoint, config=checkpoint.config.within(choice.section))
-        with faults.collecting():
-            check_settings(architecture, checkpoint.found_config, request.settings)
-        if checkpoint.faults:
-            check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name)
-            raise WidenError(*checkpoint.faults)
-        plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
-        plan = _described(plan, checkpoint, options)
-        _check_equal(checkpoint, plan)
+        checkpoint, plan, doubtful = _planned(options, checkpoint, request, faults)
         companions = companions_of(checkpoint, options.input, options.output, plan.sidecars)
         shards = output_shards(plan, checkpoint, options.input, options.output, options.max_shard_size, directory)
         with doubts.collecting():
@@ -135,11 +127,35 @@ def prepare(options: Options) -> Job:
         if not faults.texts:
             refused.pop_all()
     config = _changed_config(checkpoint.config, plan)
-    warnings = (*checkpoint.warnings, *choice.warnings, *plan.warnings)
+    warnings = (*checkpoint.warnings, *doubtful, *plan.warnings)
     if options.named:
         warnings += _unsaved(plan, checkpoint, config_target, options, directory)
         warnings += tuple(doubts.texts) if options.dry_run else ()
     return Job(options, checkpoint, plan, shards, config, config_target, directory, companions, warnings)
+
+
+def _planned(
+    options: Options, checkpoint: Checkpoint, request: PlanRequest, faults: Faults
+) -> tuple[Checkpoint, Plan, tuple[str, ...]]:
+    """The input with its map's part of the config, its plan, and what is doubtful about either."""
+    if options.base is not None:
+        return (
+            checkpoint,
+            *plan_with_base(checkpoint, options.base, options.config, options.map, options.strip_prefix, request),
+        )
+    refuse_alone(checkpoint)
+    choice = choose_map(checkpoint, options.map)
+    architecture, request = choice.architecture, replace(request, root=choice.root)
+    checkpoint = replace(checkpoint, config=checkpoint.config.within(choice.section))
+    with faults.collecting():
+        check_settings(architecture, checkpoint.found_config, request.settings)
+    if checkpoint.faults:
+        check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name)
+        raise WidenError(*checkpoint.faults)
+    plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
+    plan = _described(plan, checkpoint, options)
+    _check_equal(checkpoint, plan)
+    return checkpoint, plan, choice.warnings
 
 
 def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Checkpoint:
@@ -147,7 +163,10 @@ def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Check
     if options.output == "-" and sys.stdout is None and not options.dry_run:
         raise WidenError("standard output: is closed; send it somewhere, or name a file")
     try:
-        checkpoint = open_checkpoint(options.input, options.config, settings, options.strip_prefix)
+        if options.base is not None:
+            checkpoint = open_adapter(options.input, options.base)
+        else:
+            checkpoint = open_checkpoint(options.input, options.config, settings, options.strip_prefix)
     except WidenError:
         known = tuple(Path(path) for path in (options.input, options.config) if path and path != "-")
         directory = options.output.endswith("/") or os.path.isdir(options.input)
@@ -174,6 +193,10 @@ def _check_targets(
     if not directory and options.output.endswith(other):
         faults.add(
             f"{printable(options.output)}: the output has the input's format, which is not {other[1:]}; change the name"
+        )
+    if not directory and options.output.endswith((".bin", ".pt", ".pth")):
+        faults.add(
+            f"{printable(options.output)}: no PyTorch file is written, safetensors is; end the name with .safetensors"
         )
     if checkpoint.gguf and options.dtype:
         faults.add(

@@ -21,15 +21,14 @@ from widen_cli.safetensors_file import (
     SafetensorsHeader,
     StoredTensor,
     parse_json,
-    read_header,
     shown,
 )
 from widen_cli.sources import FileSource
+from widen_cli.torch_file import TorchHeader, read_weights
 
 WEIGHTS = "model.safetensors"
-INDEX_END = ".safetensors.index.json"
 INDEX_LIMIT = 100_000_000
-_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?:safetensors|bin)")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _COMPANION_ENDS = (".json", ".txt", ".model", ".py", ".jinja", ".tiktoken", ".bpe")
 _COMPANION_STARTS = ("tokenizer", "chat_template", "readme", "license", "notice")
@@ -65,8 +64,29 @@ class HfDirectory:
 
 
 @dataclass(frozen=True)
+class _Format:
+    """How a format names its files: what one file for all is called, and what all begin and end with."""
+
+    weights: str
+    start: str
+    ending: str
+
+    @property
+    def index_end(self) -> str:
+        return self.ending + ".index.json"
+
+    def files(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name.startswith(self.start) and name.endswith(self.ending)]
+
+
+_SAFETENSORS = _Format(WEIGHTS, "", ".safetensors")
+# A folder has other .bin files too: training_args.bin, optimizer.bin.
+_TORCH = _Format("pytorch_model.bin", "pytorch_model", ".bin")
+
+
+@dataclass(frozen=True)
 class _Index:
-    """A `*.safetensors.index.json`: which shard holds a tensor, and what it says all tensors take."""
+    """A `*.safetensors.index.json` or `*.bin.index.json`: which shard holds a tensor, and what it says all tensors take."""
 
     name: str
     weight_map: dict[str, str]
@@ -76,16 +96,18 @@ class _Index:
 def open_directory(path: Path) -> HfDirectory:
     """The folder with every shard opened and its header checked.
 
-    Raises WidenError where it is no such folder; the faults of its shards are the result's. Pickles are never opened.
+    Raises WidenError where it is no such folder; the faults of its shards are the result's. PyTorch files count where
+    there are no safetensors; nothing that their pickles ask for is run.
     """
     names = _listing(path)
     warnings: list[str] = []
-    index = _find_index(path, names, warnings)
+    form = _format(names)
+    index = _find_index(path, names, form, warnings)
     if index is None:
-        shards = _without_index(path, names, warnings)
+        shards = _without_index(path, names, form, warnings)
     else:
         shards = _shards_of(path, index)
-        warnings += _strays(path, names, index, shards)
+        warnings += _strays(path, form.files(names), index, shards)
     config = path / "config.json"
     companions = _companions(path, warnings)
     dangling = [config] if config.is_symlink() and not config.exists() else []
@@ -98,6 +120,7 @@ def open_directory(path: Path) -> HfDirectory:
         except WidenError:
             _close(headers.values())
             raise
+    warnings += [text for header in headers.values() if isinstance(header, TorchHeader) for text in header.warnings]
     metadata = next((header.metadata for header in headers.values()), {})
     config_path = config if config.is_file() else None
     return HfDirectory(tensors, tuple(shards), metadata, config_path, companions, tuple(warnings), faults)
@@ -149,18 +172,25 @@ def _listing(path: Path) -> list[str]:
         raise WidenError(f"{_at(path)}{link}: cannot be read as a folder: {error.strerror}") from None
 
 
+def _format(names: Sequence[str]) -> _Format:
+    if any(name.endswith((_SAFETENSORS.ending, _SAFETENSORS.index_end)) for name in names):
+        return _SAFETENSORS
+    torch = _TORCH.files(names) or any(name.endswith(_TORCH.index_end) for name in names)
+    return _TORCH if torch else _SAFETENSORS
+
+
 def _at(path: Path, name: str = "") -> str:
     return printable(str(path / name))
 
 
-def _find_index(path: Path, names: Sequence[str], warnings: list[str]) -> _Index | None:
-    found = [name for name in names if name.endswith(INDEX_END)]
-    preferred = [name for name in found if name == WEIGHTS + ".index.json"] or found
+def _find_index(path: Path, names: Sequence[str], form: _Format, warnings: list[str]) -> _Index | None:
+    found = [name for name in names if name.endswith(form.index_end)]
+    preferred = [name for name in found if name == form.weights + ".index.json"] or found
     if not preferred:
         return None
     if len(preferred) > 1:
         listed = ", ".join(map(printable, preferred))
-        raise WidenError(f"{_at(path)}: several indexes and none is {WEIGHTS}.index.json: {listed}; keep one")
+        raise WidenError(f"{_at(path)}: several indexes and none is {form.weights}.index.json: {listed}; keep one")
     for name in found:
         if name != preferred[0]:
             warnings.append(f"{_at(path, name)}: not used, {preferred[0]} was taken")
@@ -211,25 +241,27 @@ def _strays(path: Path, names: Sequence[str], index: _Index, shards: Sequence[st
     return [
         f"{_at(path, name)}: not used, the shards that {printable(index.name)} names were taken"
         for name in names
-        if name.endswith(".safetensors") and name not in shards
+        if name not in shards
     ]
 
 
-def _without_index(path: Path, names: Sequence[str], warnings: list[str]) -> list[str]:
-    """The weights of a folder without an index: model.safetensors, else the only file, else a full numbered set."""
-    found = [name for name in names if name.endswith(".safetensors")]
+def _without_index(path: Path, names: Sequence[str], form: _Format, warnings: list[str]) -> list[str]:
+    """The weights of a folder without an index: the format's usual file, else the only file, else a full numbered set."""
+    found = form.files(names)
     if not found:
         _refuse_no_weights(path, names)
     lone = [name for name in found if not _NUMBERED.fullmatch(name)]
-    if WEIGHTS in found or len(lone) == 1:
-        taken = WEIGHTS if WEIGHTS in found else lone[0]
+    if form.weights in found or len(lone) == 1:
+        taken = form.weights if form.weights in found else lone[0]
         warnings += [f"{_at(path, name)}: not used, {printable(taken)} was taken" for name in found if name != taken]
         return [taken]
     if lone:
         listed = ", ".join(map(printable, lone))
-        raise WidenError(f"{_at(path)}: several weight files and none is {WEIGHTS}: {listed}; give the file itself")
-    _check_numbers(path, found)
-    warnings.append(f"{_at(path)}: no {WEIGHTS}.index.json; the shards were taken by the numbers in their names")
+        raise WidenError(
+            f"{_at(path)}: several weight files and none is {form.weights}: {listed}; give the file itself"
+        )
+    _check_numbers(path, found, form)
+    warnings.append(f"{_at(path)}: no {form.weights}.index.json; the shards were taken by the numbers in their names")
     return found
 
 
@@ -239,16 +271,13 @@ def _refuse_no_weights(path: Path, names: Sequence[str]) -> Never:
     if ggufs:
         raise WidenError(f"{_at(path, ggufs[0])}: the folder holds GGUF files; give the file itself")
     if pickles:
-        # pytorch_model.bin before training_args.bin and the like.
-        name = min(pickles, key=lambda name: (not name.startswith("pytorch_model"), name))
         raise WidenError(
-            f"{_at(path, name)}: is a pickle, which can run code and is not opened; convert it to safetensors: "
-            "load it with transformers where you trust it and call save_pretrained"
+            f"{_at(path, pickles[0])}: the folder has no *.safetensors and no pytorch_model*.bin; give the file itself"
         )
     raise WidenError(f"{_at(path)}: no *.safetensors file in the folder")
 
 
-def _check_numbers(path: Path, names: Sequence[str]) -> None:
+def _check_numbers(path: Path, names: Sequence[str], form: _Format) -> None:
     """Returns when the numbered files are one full set; WidenError that names what is missing."""
     sets: dict[tuple[str, int], set[int]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, names)):
@@ -258,7 +287,7 @@ def _check_numbers(path: Path, names: Sequence[str]) -> None:
         raise WidenError(f"{_at(path)}: shards of several sets ({listed}) and no index; keep one set")
     ((stem, count), numbers) = next(iter(sets.items()))
     missing = [number for number in range(1, count + 1) if number not in numbers]
-    files = [_at(path, f"{stem}-{number:05d}-of-{count:05d}.safetensors") for number in missing]
+    files = [_at(path, f"{stem}-{number:05d}-of-{count:05d}{form.ending}") for number in missing]
     _raise_capped(_at(path), [f"{file}: missing, the others of its set are there; download it again" for file in files])
 
 
@@ -278,7 +307,7 @@ def _open_shards(
             faults.add(str(error))
             continue
         try:
-            headers[file.relative_to(path).as_posix()] = read_header(source)
+            headers[file.relative_to(path).as_posix()] = read_weights(source)
         except WidenError as error:
             source.close()
             for fault in error.faults:

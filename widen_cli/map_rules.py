@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from widen_cli.formulas import Formula
@@ -134,6 +135,7 @@ class ArchitectureMap:
         return self.axes[name]
 
 
+@lru_cache(maxsize=4096)
 def name_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression of a name pattern: `*` is one part between dots, `{axis}` a number in the name."""
     parts = re.split(r"(\*|\{\w+\})", pattern)

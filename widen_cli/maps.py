@@ -206,8 +206,9 @@ class _Compiler:
                     ("rope", "methods", name), f"'{name}' is no way to grow{did_you_mean(name, ROPE_METHODS)}"
                 )
             methods[name] = self.condition(str(text), ("rope", "methods", name), document)
-        if "theta" in methods and not section.keys:
-            self.key_fault(("rope",), "theta needs 'keys', the config keys of the angles' base")
+        for method in ("theta", "frequencies"):
+            if method in methods and not section.keys:
+                self.key_fault(("rope",), f"{method} needs 'keys', the config keys of the angles' base")
         if "frequencies" in methods and section.tensor is None:
             self.key_fault(("rope",), "frequencies needs a 'tensor' of numbers that divide them")
         keys = tuple((key,) if isinstance(key, str) else tuple(key) for key in section.keys)
@@ -280,21 +281,32 @@ class _Compiler:
         for number, tie in enumerate(document.tied):
             uses += [(("tied", number, "tensor"), tie.tensor, patterns), (("tied", number, "to"), tie.to, patterns)]
         for weight, scalar in document.scalars.items():
-            uses += [(("scalars", weight), weight, patterns), (("scalars", weight), scalar, patterns)]
+            uses.append((("scalars", weight), scalar, patterns))
+            if weight not in patterns:
+                self.key_fault(
+                    ("scalars", weight), f"'{weight}' is no tensor of this map{did_you_mean(weight, patterns)}"
+                )
+            if weight.count("*") != scalar.count("*"):
+                self.fault(("scalars", weight), f"'{scalar}' and its weight '{weight}' have to count the same layers")
         if document.rope is not None and document.rope.tensor is not None:
             uses.append((("rope", "tensor"), document.rope.tensor, patterns))
+        for number, names in enumerate(document.rope.keys if document.rope else ()):
+            listed = [names] if isinstance(names, str) else names
+            key = next((name for name in listed if name in document.config), listed[0] if listed else "")
+            uses.append((("rope", "keys", number), key, document.config))
         if document.output is not None:
             uses.append((("output",), document.output, {*document.axes, *document.spaces}))
         for path, word, known in uses:
             if word not in known:
-                what = _WHAT.get(str(path[0]), "axis")
+                what = _WHAT.get(".".join(map(str, path[:2])), _WHAT.get(str(path[0]), "axis"))
                 self.fault(path, f"'{word}' is no {what} of this map{did_you_mean(word, known)}")
 
 
 _WHAT = {
     "tied": "tensor",
     "scalars": "tensor",
-    "rope": "tensor",
+    "rope.tensor": "tensor",
+    "rope.keys": "config key",
     "multipliers": "config key",
     "output": "axis or space",
 }

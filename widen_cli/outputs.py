@@ -123,7 +123,7 @@ class DirectoryOutput:
     """A folder that stands at `target` only when the `with` block ends without an exception.
 
     It is built in a hidden sibling and put in place in one step. With `force` it replaces a folder that holds files:
-    those that were not written here stay, but for *.safetensors and their index at its top, which would belong to
+    those that were not written here stay, but for *.safetensors, pytorch_model*.bin and their index at its top, which would belong to
     another model. After any exception the sibling is removed. WidenError when the system refuses.
     """
 
@@ -232,7 +232,8 @@ def _keep_foreign(old: Path, new: Path) -> None:
         # os.walk counts links to folders as folders and does not enter them.
         links = [name for name in folders if os.path.islink(Path(folder, name))]
         for name in [*names, *links]:
-            stale = Path(folder) == old and name.endswith((".safetensors", ".safetensors.index.json"))
+            torch = name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json"))
+            stale = Path(folder) == old and (torch or name.endswith((".safetensors", ".safetensors.index.json")))
             if not stale and not os.path.lexists(here / name):
                 _link_or_copy(Path(folder, name), here / name)
 

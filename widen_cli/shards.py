@@ -15,6 +15,7 @@ from widen_cli.plan import Plan, TensorPlan
 from widen_cli.safetensors_file import header_bytes
 
 SHARD_SIZE = "5GB"
+ADAPTER = "adapter_model.safetensors"  # the one file that PEFT looks for
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def output_shards(
     """
     limit = parse_size(max_size or SHARD_SIZE)
     if checkpoint.gguf is None:
-        return _safetensors_shards(plan, checkpoint, limit if directory else None)
+        return _safetensors_shards(plan, checkpoint, limit if directory and not checkpoint.adapter else None)
     file = Path(given if directory else output).name
     shards = _gguf_shards(plan, checkpoint.gguf, printable(checkpoint.name), file, limit if max_size else None)
     if len(shards) > 1 and is_stream(output):
@@ -53,7 +54,8 @@ def _safetensors_shards(plan: Plan, checkpoint: Checkpoint, limit: int | None) -
     sizes = [(name, tensor.dtype.nbytes(tensor.shape)) for tensor, name in written]
     groups = plan_shards(sizes, limit) if limit else [list(range(len(written)))]
     shards = []
-    for file, group in zip(shard_names(len(groups)), groups, strict=True):
+    names = [ADAPTER] if checkpoint.adapter else shard_names(len(groups))
+    for file, group in zip(names, groups, strict=True):
         chosen = [written[number] for number in group]
         header, offsets = header_bytes(
             [(name, tensor.dtype, tensor.shape) for tensor, name in chosen], checkpoint.metadata

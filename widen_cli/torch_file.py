@@ -15,7 +15,6 @@ from widen_cli.dtypes import STORED, DType
 from widen_cli.errors import WidenError
 from widen_cli.safetensors_file import (
     AGAIN,
-    AXES_LIMIT,
     FAULT_LIMIT,
     SafetensorsHeader,
     StoredTensor,
@@ -183,17 +182,15 @@ def _state_dict(root: object, name: str) -> tuple[list[tuple[str, _Tensor]], lis
     if not isinstance(root, PickledDict):
         kind = "one tensor" if isinstance(root, _Tensor) else f"a {type(root).__name__}"
         raise WidenError(f"{name}: holds {kind} and no dict of tensors; save model.state_dict()")
-    inner = [(_key(key), value) for key, value in root if isinstance(value, PickledDict)]
-    found = [(key, pairs) for key, pairs in [("its top", root), *inner] if _count(pairs)]
+    # By identity, because a dict can stand under many names.
+    inner = {id(value): (key, value) for key, value in reversed(root) if isinstance(value, PickledDict)}
+    counts = {number: _count(pairs) for number, (_, pairs) in inner.items()}
+    found = [(_key(key), value) for key, value in reversed(inner.values()) if counts[id(value)]]
+    found = [("its top", root), *found] if _count(root) else found
     if not found:
         raise WidenError(f"{name}: holds no dict of tensors, at its top or one level below; save model.state_dict()")
     if len(found) > 1:
-        more = f" and {len(found) - FAULT_LIMIT} more" if len(found) > FAULT_LIMIT else ""
-        listed = ", ".join(f"{key} ({_tensors(_count(pairs))})" for key, pairs in found[:FAULT_LIMIT])
-        raise WidenError(
-            f"{name}: holds several dicts of tensors: {listed}{more}; save the one to widen in a file of its own, "
-            f"as torch.save(torch.load(file)[{found[-1][0]}], other)"
-        )
+        raise _several(found, name)
     ((key, pairs),) = found
     named, others = _split(pairs, name)
     left = others if pairs is root else [other for other, value in root if value is not pairs] + others
@@ -203,6 +200,15 @@ def _state_dict(root: object, name: str) -> tuple[list[tuple[str, _Tensor]], lis
         listed = ", ".join(map(_key, left[:FAULT_LIMIT]))
         warnings.append(f"{name}: left out, being no tensors of the model: {listed}{more}")
     return named, warnings
+
+
+def _several(found: Sequence[tuple[str, PickledDict]], name: str) -> WidenError:
+    more = f" and {len(found) - FAULT_LIMIT} more" if len(found) > FAULT_LIMIT else ""
+    listed = ", ".join(f"{key} ({_tensors(_count(pairs))})" for key, pairs in found[:FAULT_LIMIT])
+    return WidenError(
+        f"{name}: holds several dicts of tensors: {listed}{more}; save the one to widen in a file of its own, "
+        f"as torch.save(torch.load(file)[{found[-1][0]}], other)"
+    )
 
 
 def _key(key: object) -> str:
@@ -247,16 +253,18 @@ def _stored(tensors: Sequence[tuple[str, _Tensor]], place: _Place, source: Sourc
     held = HeldBytes(source)
     placed: list[tuple[int, int, StoredTensor]] = []
     faults: list[str] = []
+    more = 0
     for name, tensor in tensors:
         reason = _unfit(tensor, place)
-        if reason:
+        if reason and len(faults) == FAULT_LIMIT:
+            more += 1
+        elif reason:
             faults.append(f"{source.name}: {shown(name)} {reason}")
         elif isinstance(tensor, PickledTensor):
             stored, begin = _located(name, tensor, place(tensor.storage)[0], held)
             placed.append((begin, stored.nbytes, stored))
     if faults:
-        more = [f"{source.name}: ... and {len(faults) - FAULT_LIMIT} more"] if len(faults) > FAULT_LIMIT else []
-        raise WidenError(*faults[:FAULT_LIMIT], *more)
+        raise WidenError(*faults, *([f"{source.name}: ... and {more} more"] if more else []))
     placed.sort(key=lambda one: (one[0], one[0] + one[1]))
     return tuple(stored for _, _, stored in placed)
 
@@ -267,8 +275,6 @@ def _unfit(tensor: _Tensor, place: _Place) -> str:
         return f"has no plain elements ({shown(tensor.kind)[1:-1]}); make it dense and unquantised, and save it again"
     if tensor.dtype not in STORED:
         return f"has the type {shown(tensor.dtype)}, which is not known; save it in another one"
-    if len(tensor.shape) > AXES_LIMIT:
-        return f"has {len(tensor.shape)} axes, more than {AXES_LIMIT}; {AGAIN}"
     dtype, storage = STORED[tensor.dtype], tensor.storage
     _, held = place(storage)
     promised = storage.numel * _itemsize(storage.dtype)

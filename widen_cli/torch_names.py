@@ -22,6 +22,8 @@ _STORAGE_TYPES = {
     "BoolStorage": "BOOL",
     "ComplexFloatStorage": "C64",
     "UntypedStorage": "",
+    # No tensor of these can be carried; their names are told.
+    **{f"{name}Storage": name for name in ("ComplexDouble", "QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")},
 }
 _TORCH_TYPES = {
     "float64": "F64",
@@ -87,7 +89,7 @@ _ROLES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Global:
     """A name that the pickle asks for; `role` is what becomes of it, `dtype` the element type it stands for."""
 
@@ -99,8 +101,8 @@ class Global:
 def known_global(module: str, name: str) -> Global | None:
     """What stands for `module.name`, None where a file of tensors has no need of it."""
     path = f"{module}.{name}"
-    if module in ("torch", "torch.cuda", "torch.storage") and name.endswith("Storage") and name.isalnum():
-        return Global(path, "storage", _STORAGE_TYPES.get(name, name))
+    if module in ("torch", "torch.cuda", "torch.storage") and name in _STORAGE_TYPES:
+        return Global(path, "storage", _STORAGE_TYPES[name])
     if module == "torch" and name in _TORCH_TYPES:
         return Global(path, "dtype", _TORCH_TYPES[name])
     return Global(path, _ROLES[path]) if path in _ROLES else None

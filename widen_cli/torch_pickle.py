@@ -13,15 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from widen_cli.errors import WidenError
-from widen_cli.safetensors_file import AGAIN, shown
+from widen_cli.safetensors_file import AGAIN, AXES_LIMIT, shown
 from widen_cli.sources import PIECE, Source
 from widen_cli.torch_names import Global, known_global
 
-# A tensor takes about 40 opcodes and 200 bytes, so these stand for a hundred thousand tensors and end within seconds.
+# A tensor takes about 30 opcodes and 200 bytes, so these stand for a hundred thousand tensors and end within seconds.
 PICKLE_LIMIT = 100_000_000
-OPCODE_LIMIT = 5_000_000
+OPCODE_LIMIT = 3_000_000
 GLOBAL_LIMIT = 1000  # bytes of a name
 NUMBER_LIMIT = 1 << 63
+# What is remembered can be named again and again, so nothing that is copied may be long.
+ARGUMENTS_LIMIT = 16
+PAIRS_LIMIT = 1_000_000
 RESAVE = "where you trust the file, load it with torch and save model.state_dict() alone, best as safetensors"
 
 _CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False, b")": ()}
@@ -36,20 +39,22 @@ _GET = {b"h": 1, b"j": 4}
 class PickledDict(list[tuple[object, object]]):
     """A dict as its pairs: no key is hashed, and none that is repeated is lost."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Other:
     """Something beside the tensors, of which only the name of its kind is kept."""
 
     kind: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OddTensor(Other):
     """A tensor that is no plain range of elements: sparse, quantised, without bytes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Storage:
     """Bytes that tensors share: `numel` elements of `dtype`, which is empty where `numel` counts bytes."""
 
@@ -58,7 +63,7 @@ class Storage:
     numel: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PickledTensor:
     """A tensor as elements of a storage: the first one's number, the sizes, and the steps along them."""
 
@@ -114,6 +119,7 @@ class PickleReader:
         self._stack: list[object] = []
         self._below: list[list[object]] = []
         self._memo: dict[int, object] = {}
+        self._copied = 0
 
     @property
     def position(self) -> int:
@@ -245,7 +251,7 @@ class PickleReader:
         return found
 
     def _persistent(self) -> None:
-        match self._stack.pop():
+        match self._arguments():
             case ("storage", Global(role="storage", dtype=dtype), str(key), _, int(numel), *rest) if (
                 rest in ([], [None]) and 0 <= numel < NUMBER_LIMIT
             ):
@@ -256,8 +262,14 @@ class PickleReader:
                 raise self._refusal("refers to something outside that is no plain storage")
 
     def _reduce(self) -> None:
-        arguments, called = self._stack.pop(), self._stack.pop()
+        arguments, called = self._arguments(), self._stack.pop()
         self._stack.append(self._call(called, arguments))
+
+    def _arguments(self) -> tuple[object, ...]:
+        arguments = self._stack.pop()
+        if not isinstance(arguments, tuple) or len(arguments) > ARGUMENTS_LIMIT:
+            raise self._refusal("has something else than a few arguments")
+        return arguments
 
     def _new_object_ex(self) -> None:
         self._stack.pop()
@@ -269,7 +281,7 @@ class PickleReader:
         if not isinstance(self._stack[-1], PickledDict | Other | PickledTensor):
             raise self._refusal("sets the state of a type")
 
-    def _call(self, called: object, arguments: object) -> object:
+    def _call(self, called: object, arguments: tuple[object, ...]) -> object:
         """What the call of a known name stands for."""
         match called, arguments:
             case Global(role="value", path=path), _:
@@ -277,8 +289,7 @@ class PickleReader:
             case Global(role="odd", path=path), _:
                 return OddTensor(path)
             case Global(role="dict"), (list(pairs),):
-                # How Python 2 wrote an OrderedDict.
-                return PickledDict((pair[0], pair[1]) for pair in pairs if isinstance(pair, list | tuple))
+                return self._ordered_dict(pairs)
             case Global(role="dict"), () | (Global(),):
                 return PickledDict()
             case Global(role="tensor"), (Storage() as storage, int(start), tuple(shape), tuple(strides), *rest):
@@ -288,33 +299,42 @@ class PickleReader:
             case Global(role="wrapped"), (
                 Global(role="tensor" | "parameter") as inner,
                 Global(role="type"),
-                inside,
+                tuple(inside),
                 *_,
             ):
-                return self._call(inner, inside)
+                self._stack.append(inside)
+                return self._call(inner, self._arguments())
             case Global(path=path), _:
                 raise self._refusal(f"calls {shown(path)} in an unknown way")
             case _:
                 raise self._refusal("calls what is no name")
 
+    def _ordered_dict(self, pairs: list[object]) -> PickledDict:
+        """An OrderedDict as Python 2 wrote it."""
+        self._copied += len(pairs)
+        if self._copied > PAIRS_LIMIT:
+            raise self._refusal(f"makes dicts of more than {PAIRS_LIMIT} pairs")
+        return PickledDict((pair[0], pair[1]) for pair in pairs if isinstance(pair, list | tuple))
+
     def _tensor(
         self, storage: Storage, start: int, shape: tuple[object, ...], strides: tuple[object, ...], rest: list[object]
     ) -> PickledTensor | OddTensor:
-        sizes, steps = (
-            tuple(n for n in numbers if type(n) is int and 0 <= n < NUMBER_LIMIT) for numbers in (shape, strides)
-        )
-        if (
-            len(sizes) < len(shape)
-            or len(steps) < len(strides)
-            or len(sizes) != len(steps)
-            or not 0 <= start < NUMBER_LIMIT
-        ):
+        sizes, steps = _sizes(shape), _sizes(strides)
+        if sizes is None or steps is None or len(sizes) != len(steps) or not 0 <= start < NUMBER_LIMIT:
             raise WidenError(f"{self.name}: its pickle has a tensor whose sizes and strides are no such; {AGAIN}")
         # requires_grad, hooks, then the type of an untyped storage's tensor, and bits that say "conjugated" or "negated".
         dtype = next((value.dtype for value in rest[2:] if isinstance(value, Global)), storage.dtype)
         if any(isinstance(value, PickledDict) and value for value in rest[2:]):
             return OddTensor("a tensor with its conjugate or negative bit set")
         return PickledTensor(storage, dtype, start, sizes, steps)
+
+
+def _sizes(numbers: tuple[object, ...]) -> tuple[int, ...] | None:
+    """The sizes of up to 64 axes, None where they are more or something else."""
+    if len(numbers) > AXES_LIMIT:
+        return None
+    sizes = tuple(number for number in numbers if type(number) is int and 0 <= number < NUMBER_LIMIT)
+    return sizes if len(sizes) == len(numbers) else None
 
 
 _STEPS: dict[bytes, Callable[[PickleReader], None]] = {

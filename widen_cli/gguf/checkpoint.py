@@ -99,7 +99,10 @@ def changed_metadata(model: GgufModel, name: str, changes: Iterable[tuple[str, A
     for key, new in changes:
         full = key if key.startswith("general.") else prefix + key
         if full in values:
-            values[full] = values[full].like(new)
+            try:
+                values[full] = values[full].like(new)
+            except ValueError as error:
+                raise WidenError(f"{name}: {full}: {error}; correct its type in the file's metadata") from None
         else:
             values[full] = GgufValue.of(ValueType.F32 if isinstance(new, float) else ValueType.U32, new)
     return values

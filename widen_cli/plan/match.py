@@ -302,8 +302,8 @@ def report_strangers(faults: Faults, file: str, architecture: ArchitectureMap, m
 
 _KNOWN_KINDS = {
     "weight_scale_inv": "block-scaled FP8, a weight that means nothing without its scale; dequantise the model first",
-    "lora_A": "a LoRA adapter and no model; merge it into its base first",
-    "lora_B": "a LoRA adapter and no model; merge it into its base first",
+    "lora_A": "a LoRA adapter and no model; merge it into its base first, or give its base with --base",
+    "lora_B": "a LoRA adapter and no model; merge it into its base first, or give its base with --base",
     ".qweight": "packed GPTQ or AWQ weights, which must not be repeated; use the unquantised model",
     "_proj_blocks": "MXFP4 weights, packed; save the model dequantised from transformers (Mxfp4Config(dequantize=True)) first",
     "_proj_scales": "scales of MXFP4 weights, packed; save the model dequantised from transformers first",

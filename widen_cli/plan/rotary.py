@@ -9,6 +9,7 @@ divides frequencies by give each of them the old one's angle.
 from __future__ import annotations
 
 import ast
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,19 +83,26 @@ def base_changes(architecture: ArchitectureMap, config: ModelConfig, rotary: Rot
         return []
     changes = []
     for key in (key for names in architecture.rope.keys for key in _held(config, names)):
-        old = config.get(key, architecture.defaults.get(key))
-        if isinstance(old, bool) or not isinstance(old, int | float) or not old > 0:
-            raise WidenError(f"{printable(config.name)}: {key} is {old!r}, where a positive number is needed")
+        old = _base(architecture, config, key)
         try:
-            new = float(old) ** rotary.factor
+            new = old**rotary.factor
             exact = struct.unpack("<f", struct.pack("<f", new))[0] == new
         except OverflowError:
             raise WidenError(
-                f"{printable(config.name)}: {key} {old} to the power of {rotary.factor} is too large for a float32; "
-                "grow heads instead, or take --rope spread"
+                f"{printable(config.name)}: {key} {config.get(key, old)} to the power of {rotary.factor} is too large for a float32; "
+                "grow heads instead, or take another --rope that is exact"
             ) from None
         changes.append(ConfigChange(key, config.get(key), new, EXACT if exact else ROUNDS))
     return changes
+
+
+def _base(architecture: ArchitectureMap, config: ModelConfig, key: str) -> float:
+    """The base that a key holds, or the map's default; WidenError where it is no positive number."""
+    base = config.get(key, architecture.defaults.get(key))
+    number = not isinstance(base, bool) and isinstance(base, int | float)
+    if not number or not 0 < base < math.inf:
+        raise WidenError(f"{printable(config.name)}: {key} is {base!r}, where a positive number is needed")
+    return float(base)
 
 
 def _held(config: ModelConfig, names: tuple[str, ...]) -> list[str]:
@@ -110,5 +118,5 @@ def divisors(config: ModelConfig, architecture: ArchitectureMap, factor: int, he
     """
     assert architecture.rope is not None
     (key, *_) = _held(config, architecture.rope.keys[0])
-    base = config.get(key, architecture.defaults.get(key))
-    return tuple(float(base) ** (-2 * copy / (factor * head)) for copy in range(factor))
+    base = _base(architecture, config, key)
+    return tuple(base ** (-2 * copy / (factor * head)) for copy in range(factor))

@@ -1,0 +1,65 @@
+"""Makes docs/architectures.md of the results that test_families noted: `python tests/architecture_table.py RESULTS`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from families import MODES, Family
+from test_families import FAMILIES
+
+from widen_cli.maps import catalog_map
+
+HEAD = """# Architectures
+
+Made by the tests of real results: tiny random checkpoints, widened on files and run by transformers in float64 throughout
+(`WIDEN_RESULTS=r.jsonl pytest tests/test_families.py && python tests/architecture_table.py r.jsonl > docs/architectures.md`).
+The error is the largest difference of an output over the largest output, worst of all variants, growths and modes; in float32 the
+default of the command line, whose rounding of stored weights it shows. *Grows* lists what `--grow` takes; a mode that is refused is
+not function-exact for some variant there, and the plan says which equations rule it out.
+
+| family | variants | cases | grows | head_dim | refused modes | error, float64 | error, float32 |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def row(family: Family, results: Sequence[Sequence[object]]) -> str:
+    architecture = catalog_map(family.name)
+    own = [result for result in results if result[0] == family.name]
+    errors = {
+        dtype: max((float(str(found)) for *_, kind, found in own if kind == dtype and found is not None), default=None)
+        for dtype in ("float64", "float32")
+    }
+    grown = [name for name, axis in architecture.axes.items() if not axis.fixed and axis.keys]
+    refused = [mode for mode in MODES if mode in family.refused]
+    some = sorted({key.split(":")[1] for key in family.refused if ":" in key and key.split(":")[1] in MODES})
+    modes = ", ".join([*refused, *(f"{mode} (some)" for mode in some if mode not in refused)]) or "none"
+    shown = {dtype: "" if error is None else f"{error:.0e}" for dtype, error in errors.items()}
+    cells = (family.name, len(family.variants), len(own), ", ".join(grown), head_dim(family), modes, *shown.values())
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def head_dim(family: Family) -> str:
+    """How heads can become larger: `exact`, by which methods under rotary positions, or not."""
+    architecture = catalog_map(family.name)
+    if architecture.growth.head_dim is None:
+        return "fixed"
+    if architecture.rope is not None:
+        return f"exact ({', '.join(architecture.rope.methods)})"
+    rotated = any("rope(" in space.formula.text for space in architecture.spaces.values() if space.formula)
+    return "refused (rotary)" if rotated else "exact"
+
+
+def table(lines: Iterable[str]) -> str:
+    results = [json.loads(line) for line in lines]
+    found: dict[str, int] = defaultdict(int)
+    for family, *_ in results:
+        found[family] += 1
+    return HEAD + "\n".join(row(family, results) for family in FAMILIES if found[family.name]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table(Path(sys.argv[1]).read_text().splitlines()))

@@ -1,0 +1,108 @@
+"""LoRA adapters on disk: opened without a model's config, planned by the base that they belong to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from widen_cli.checkpoint import Checkpoint, check_settings, choose_map, open_checkpoint
+from widen_cli.config import ModelConfig, read_json
+from widen_cli.errors import WidenError, printable
+from widen_cli.hf_directory import open_directory
+from widen_cli.plan import Plan, PlanRequest
+from widen_cli.plan.adapters import PREFIX, Adapter, Base, is_lora, plan_adapter
+from widen_cli.safetensors_file import read_header
+from widen_cli.sources import FileSource
+
+CONFIG = "adapter_config.json"
+ALONE = "a LoRA adapter and no model; merge it into its base first, or give its base with --base"
+
+
+def open_adapter(given: str, base: str) -> Checkpoint:
+    """An adapter's folder or file, its headers checked. Raises WidenError with every fault found."""
+    none = ModelConfig({}, "no config", present=False)
+    if given == "-":
+        raise WidenError("standard input: --base takes an adapter's folder or file; name it")
+    if not os.path.isdir(given):
+        header = read_header(FileSource(Path(given)))
+        files = (Path(given), Path(base))
+        return Checkpoint(given, header.tensors, header.metadata, none, none, None, None, files, (), adapter=True)
+    directory = open_directory(Path(given))
+    shards = (Path(given), *(Path(given, shard) for shard in directory.shards), Path(base))
+    warnings = directory.warnings
+    if directory.config_path is not None:
+        warnings += (
+            f"{printable(str(directory.config_path))}: not copied, the config of a model is no part of an adapter",
+        )
+    return Checkpoint(
+        given, directory.tensors, directory.metadata, none, none, None, directory, shards, warnings, directory.faults,
+        adapter=True,
+    )  # fmt: skip
+
+
+def refuse_alone(checkpoint: Checkpoint) -> None:
+    """Raises WidenError for an adapter that is given as if it were a model."""
+    found = [tensor.name for tensor in checkpoint.tensors if is_lora(tensor.name)]
+    if found and all(is_lora(tensor.name) or tensor.name.startswith(PREFIX) for tensor in checkpoint.tensors):
+        raise WidenError(f"{printable(checkpoint.name)}: '{printable(found[0])}' and others: {ALONE}")
+
+
+def plan_with_base(
+    adapter: Checkpoint,
+    given: str,
+    config: str | None,
+    map_option: str | None,
+    prefix: str | None,
+    request: PlanRequest,
+) -> tuple[Plan, tuple[str, ...]]:
+    """An adapter's plan by that of its base, the model `given`, and warnings; the other options are those of the base.
+
+    Raises WidenError with every fault of either.
+    """
+    if adapter.faults:
+        raise WidenError(*adapter.faults)
+    values, told = _adapter_config(adapter)
+    base = open_checkpoint(given, config, request.settings, prefix)
+    try:
+        if base.gguf is not None:
+            raise WidenError(
+                f"{printable(given)}: is a GGUF, whose tensors an adapter of PEFT does not name; give the safetensors model with --base"
+            )
+        choice = choose_map(base, map_option)
+        check_settings(choice.architecture, base.found_config, request.settings)
+        if base.faults:
+            raise WidenError(*base.faults)
+        request = replace(request, file=base.name, root=choice.root)
+        narrow = Base(choice.architecture, base.tensors, base.config.within(choice.section), request)
+        plan = plan_adapter(Adapter(adapter.name, adapter.tensors, values), narrow)
+    finally:
+        base.close()
+    pointed = (
+        f" names '{printable(str(values['base_model_name_or_path']))}' and"
+        if values.get("base_model_name_or_path")
+        else ""
+    )
+    warnings: tuple[str, ...] = (
+        f"{printable(adapter.name)}: fits {printable(given)} widened with the same options (scaling {plan.mode}) and no other model",
+    )
+    if values:
+        warnings += (
+            f"{told}: copied as it is; base_model_name_or_path{pointed} has to point to the wide base where the adapter is loaded by it",
+        )
+    return plan, (*base.warnings, *choice.warnings, *warnings)
+
+
+def _adapter_config(adapter: Checkpoint) -> tuple[dict[str, Any], str]:
+    """The values of the adapter_config.json in the folder or beside the file, none where there is no such file, and its name."""
+    path = Path(adapter.name) / CONFIG if adapter.directory is not None else Path(adapter.name).with_name(CONFIG)
+    told = printable(str(path))
+    if not path.is_file():
+        if adapter.directory is not None:
+            raise WidenError(f"{told}: missing, and PEFT loads no adapter without it; fetch it")
+        return {}, told
+    values = read_json(path, "an adapter's config")
+    if not isinstance(values, dict):
+        raise WidenError(f"{told}: an adapter's config is a JSON object, this is a {type(values).__name__}")
+    return values, told

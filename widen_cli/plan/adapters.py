@@ -1,0 +1,395 @@
+"""LoRA adapters: from a base model's plan and an adapter's headers to the adapter's own plan.
+
+A widened weight is T_out(W) T_in, with trees and factors that act on rows and columns on their own, so what is added to it,
+B A, is widened by giving A the trees and factors of what W reads and B those of what W writes. Rank, alpha and every other
+value of adapter_config.json stay. Source: PEFT, tuners/lora (Linear and Conv1D hold A [rank, in] and B [out, rank],
+whatever way W is stored; Embedding holds A [rank, vocab] and B [hidden, rank]).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from widen_cli.config import ModelConfig
+from widen_cli.dimensions import Copies, Growth, leaf_scales, scaled
+from widen_cli.dtypes import DType
+from widen_cli.errors import Faults, WidenError, did_you_mean, printable
+from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.match import GRID, Match, StoredHeader, applying_rule, match_tensors
+from widen_cli.plan.planner import PlanRequest, make_plan
+from widen_cli.plan.result import Plan, TensorPlan
+from widen_cli.scales import Scale
+
+PREFIX = "base_model.model."
+FAULTS_SHOWN = 8
+_LORA = re.compile(
+    r"(?P<module>.+)\.lora_(?:(?P<table>embedding_)?)(?P<side>[AB])(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?P<end>\.weight|\.bias)?"
+)
+# What stands in the names of modules that PEFT has wrapped.
+_WRAPPED = re.compile(r"\.base_layer(?=\.|$)|\.modules_to_save(\.[^.]+)?(?=\.(weight|bias)$)")
+
+_OTHER_KINDS = {
+    "lora_magnitude_vector": "DoRA, whose magnitudes belong to the norms of narrow weights; merge the adapter into its base first",
+    "trainable_tokens_delta": "rows of an embedding that replace the base's; merge the adapter into its base first",
+    "lora_": "a kind of LoRA that is not known here; merge the adapter into its base first",
+}
+# Values of adapter_config.json under which an adapter is more than B A beside a weight.
+_UNFIT = {
+    "use_dora": "DoRA, whose magnitudes belong to the norms of narrow weights",
+    "use_qalora": "QA-LoRA, whose A reads groups of inputs",
+    "use_bdlora": "BD-LoRA, whose A and B are block-diagonal",
+    "kasa_config": "KaSA, which takes a part out of the base's weights when it loads",
+    "monteclora_config": "MonteCLoRA, which has weights beside A and B",
+    "arrow_config": "Arrow, whose choice of adapters depends on the inputs' norms",
+    "target_parameters": "LoRA on parameters such as packed experts, not on modules",
+    "layer_replication": "layers that stand for others of the base",
+    "trainable_token_indices": "rows of an embedding that replace the base's",
+}
+# Ways to begin in which PEFT changes the base's weights by what it finds in them, each time the adapter is loaded.
+_TAKES_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_TASK_CLASSES = {
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+    "CAUSAL_LM": "ForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's headers, the values of its adapter_config.json, and its name in messages."""
+
+    file: str
+    tensors: Sequence[StoredHeader]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Base:
+    """The narrow base model as the planner sees it; `request.file` is its name in messages."""
+
+    architecture: ArchitectureMap
+    tensors: Sequence[StoredHeader]
+    config: ModelConfig
+    request: PlanRequest
+
+
+def is_lora(name: str) -> bool:
+    return _LORA.fullmatch(name) is not None
+
+
+def plan_adapter(adapter: Adapter, base: Base) -> Plan:
+    """The plan for an adapter of `base`, by the plan that `base` itself would get.
+
+    Raises WidenError with every fault of the base, the request and the adapter.
+    """
+    file = printable(adapter.file)
+    _check_config(adapter.config, file)
+    if not any(is_lora(tensor.name) for tensor in adapter.tensors):
+        raise WidenError(
+            f"{file}: --base is for LoRA adapters, and no tensor here is named lora_A or lora_B; leave it out"
+        )
+    return _AdapterPlanner(adapter, base, file).plan()
+
+
+def _check_config(config: Mapping[str, Any], file: str) -> None:
+    """Raises WidenError for adapters that are more, or something else, than B A beside a weight."""
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise WidenError(
+            f"{file}: peft_type is {printable(str(kind))}, and only LORA adapters can be widened; merge it into its base"
+        )
+    start = config.get("init_lora_weights")
+    with Faults() as faults:
+        for key in (key for key in _UNFIT if config.get(key)):
+            faults.add(
+                f"{file}: {key} says that this is {_UNFIT[key]}; merge the adapter into its base, and widen that"
+            )
+        if isinstance(start, str) and start.lower().startswith(_TAKES_FROM_BASE):
+            faults.add(
+                f"{file}: init_lora_weights is '{printable(start)}', so PEFT changes the base by its own weights when it loads; save it as "
+                "plain LoRA first (save_pretrained with path_initial_model_for_weight_conversion)"
+            )
+
+
+@dataclass(frozen=True)
+class _Named:
+    """An adapter's tensor under the name that its base has for it."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A base weight: its plan with its factors in it, and the roles of its dimensions."""
+
+    plan: TensorPlan
+    roles: tuple[str, ...]
+    stored: bool = True
+
+
+class _UnfitError(Exception):
+    """A tensor that cannot be widened; the text says why and what to do."""
+
+
+class _AdapterPlanner:
+    def __init__(self, adapter: Adapter, base: Base, file: str) -> None:
+        self.adapter = adapter
+        self.base = base
+        self.file = file
+        self.base_file = printable(base.request.file)
+        self.match = match_tensors(base.architecture, base.tensors, base.config, base.request.root)
+        self.base_plan = make_plan(base.architecture, base.tensors, base.config, base.request)
+        self.plans = {plan.source.name: plan for plan in self.base_plan.tensors}
+        self.roles = _roles(self.match)
+        self.undecided: set[str] = set()
+        self.faults: list[str] = []
+
+    def plan(self) -> Plan:
+        added = self.added()
+        pairs = self.pairs()
+        tensors: list[TensorPlan] = []
+        dropped: list[str] = []
+        for tensor in self.adapter.tensors:
+            try:
+                if tensor.dtype.kind != "float":
+                    raise _UnfitError(f"holds {tensor.dtype.name}, and a weight holds floating-point numbers")
+                if hit := _LORA.fullmatch(tensor.name):
+                    tensors.append(self.lora(tensor, hit, pairs))
+                elif self.dropped(tensor.name):
+                    dropped.append(tensor.name)
+                else:
+                    tensors.append(self.full(tensor, added))
+            except _UnfitError as error:
+                self.faults.append(f"{self.file}: tensor '{printable(tensor.name)}' {list(tensor.shape)}: {error}")
+        if self.faults:
+            more = len(self.faults) - FAULTS_SHOWN
+            raise WidenError(
+                *self.faults[:FAULTS_SHOWN], *([f"{self.file}: ... and {more} more tensors"] if more > 0 else [])
+            )
+        return replace(
+            self.base_plan,
+            why=f"as for the base: {self.base_plan.why}",
+            tensors=tuple(tensors),
+            dropped=tuple(dropped),
+            config=(),
+            sidecars={},
+            notes=(f"goes with {self.base_file}, widened with the same options", *self.base_plan.notes),
+            warnings=(),
+            equal_pairs=(),
+            output=None,
+        )
+
+    # Names.
+
+    def bare(self, name: str) -> str:
+        """A tensor's name without what PEFT puts into it."""
+        return _WRAPPED.sub("", name.removeprefix(PREFIX))
+
+    def spellings(self, name: str) -> Iterator[str]:
+        """A name as the base may have it: as it is, or with another of the map's prefixes or older words."""
+        root = self.base.request.root
+        inner = name.removeprefix(root)
+        for spelt in (inner, *_respelt(self.base.architecture, inner)):
+            yield root + spelt
+            for other, word in self.base.architecture.synonyms.items():
+                if spelt.endswith("." + word):
+                    yield root + spelt.removesuffix(word) + other
+
+    def dropped(self, name: str) -> bool:
+        """Whether it is one of the buffers that are computed anew when the model loads."""
+        return any(spelt in self.base_plan.dropped for spelt in self.spellings(self.bare(name)))
+
+    def weight(self, name: str) -> _Weight:
+        """The base's weight of this name; of a tied head that is not stored, its table's."""
+        for spelt in self.spellings(name):
+            if spelt in self.plans and spelt in self.roles:
+                return _Weight(self.factored(spelt), self.roles[spelt])
+            for tie in self.match.ties:
+                table = self.match.by_name(tie.to)
+                if spelt == self.match.written(tie.tensor) and table is not None:
+                    rule = applying_rule(self.base.architecture, self.match, self.base.config, tie.tensor)
+                    roles = tuple(dimension.role for dimension in rule.shape.dimensions)
+                    return _Weight(self.factored(table.tensor.name), roles, stored=False)
+        raise _UnfitError(
+            f"the base {self.base_file} has no '{printable(name)}'{did_you_mean(name, self.plans)}; give the model that the adapter "
+            "was trained on with --base"
+        )
+
+    def factored(self, name: str) -> TensorPlan:
+        """A weight's plan with all of its factors in it, also where those of a block-scaled weight stand in its grid."""
+        plan, grid = self.plans[name], self.plans.get(name + GRID)
+        if grid is None or name not in self.match.grids:
+            return plan
+        factors = [set(leaf_scales(growth)) for growth in grid.growth or ()]
+        if any(len(found) != 1 for found in factors):
+            raise _UnfitError(
+                f"the base's '{printable(name)}' is packed of parts with factors of their own, which its block-scaled FP8 keeps apart "
+                "from them; give the dequantised base with --base"
+            )
+        growth = tuple(scaled(tree, found.pop()) for tree, found in zip(plan.growth or (), factors, strict=True))
+        return replace(plan, growth=growth, scale=grid.scale)
+
+    # LoRA.
+
+    def pairs(self) -> dict[tuple[str, str, str], dict[str, StoredHeader]]:
+        """A and B of each module and adapter."""
+        found: dict[tuple[str, str, str], dict[str, StoredHeader]] = {}
+        for tensor in self.adapter.tensors:
+            if (hit := _LORA.fullmatch(tensor.name)) and hit["end"] != ".bias":
+                found.setdefault(_pair(hit), {})[hit["side"]] = tensor
+        return found
+
+    def lora(
+        self, tensor: StoredHeader, hit: re.Match[str], pairs: dict[tuple[str, str, str], dict[str, StoredHeader]]
+    ) -> TensorPlan:
+        """The plan of an A, a B, or the bias beside a B."""
+        weight = self.weight(self.bare(hit["module"]) + ".weight")
+        if len(weight.plan.names) != 1 or not weight.plan.growth:
+            raise _UnfitError("LoRA on a weight that is no matrix of the map; merge the adapter into its base first")
+        reads, writes = self.sides(weight)
+        if hit["end"] == ".bias":
+            return self.bias(tensor, weight, writes)
+        pair = pairs[_pair(hit)]
+        other = pair.get("B" if hit["side"] == "A" else "A")
+        if other is None:
+            raise _UnfitError(
+                f"its lora_{'B' if hit['side'] == 'A' else 'A'} is missing; the file is incomplete, save the adapter anew"
+            )
+        rank = pair["A"].shape[0] if pair["A"].shape else 0
+        ones = tuple(Copies(1) for _ in reads[1:]) if len(reads) > 1 else ()
+        growth = (Copies(rank), *reads) if hit["side"] == "A" else (writes, Copies(rank), *ones)
+        expected = tuple(tree.old for tree in growth)
+        if rank == 0 or tensor.shape != expected:
+            shown = f"rank {rank}" if rank else "a rank of 1 or more"
+            raise _UnfitError(
+                f"with {shown} the base's '{printable(weight.plan.source.name)}' {list(weight.plan.source.shape)} needs "
+                f"{list(expected)}; the adapter belongs to another base: give that with --base"
+            )
+        # Factors that stand with the whole weight, as those of a run-time multiplier, go with what it writes.
+        return self.planned(
+            tensor, weight.plan, growth, weight.plan.scale if hit["side"] == "B" else Scale(), _pattern(tensor.name)
+        )
+
+    def sides(self, weight: _Weight) -> tuple[tuple[Growth, ...], Growth]:
+        """The trees of the dimensions that a weight reads and of the one that it writes."""
+        growth = weight.plan.growth or ()
+        named = list(zip(weight.roles, growth, strict=True))
+        reads = tuple(tree for role, tree in named if role == "in")
+        writes = [tree for role, tree in named if role == "out"]
+        plain = len(named) == 2 or weight.roles[0] == "out"
+        if not reads or len(writes) != 1 or len(named) != len(reads) + 1 or not plain:
+            raise _UnfitError(
+                f"LoRA on '{printable(weight.plan.source.name)}' {list(weight.plan.source.shape)}, which is no matrix from what it reads "
+                "to what it writes; merge the adapter into its base first"
+            )
+        return reads, writes[0]
+
+    def bias(self, tensor: StoredHeader, weight: _Weight, writes: Growth) -> TensorPlan:
+        """The bias beside a B (lora_bias): it is added to what the weight makes."""
+        if not weight.stored:
+            raise _UnfitError("a bias beside B on a tied head; merge the adapter into its base first")
+        if tensor.shape != (writes.old,):
+            raise _UnfitError(f"needs {[writes.old]}; the adapter belongs to another base: give that with --base")
+        return self.planned(tensor, weight.plan, (writes,), weight.plan.scale, _pattern(tensor.name))
+
+    # Full tensors.
+
+    def full(self, tensor: StoredHeader, added: Mapping[str, TensorPlan]) -> TensorPlan:
+        """The plan of a whole tensor that stands in the place of the base's (modules_to_save, biases, saved embeddings)."""
+        name = self.bare(tensor.name)
+        for mark, what in _OTHER_KINDS.items():
+            if mark in tensor.name:
+                raise _UnfitError(what)
+        if name in self.undecided:
+            raise _UnfitError(
+                "the base lacks it, and what it reads depends on the model's class; say task_type in adapter_config.json "
+                f"({', '.join(_TASK_CLASSES)}), or save the base with it and give that with --base"
+            )
+        plan = added[name] if name in added else self.weight(name).plan
+        if len(plan.names) != 1:
+            raise _UnfitError("is numbered by heads in its name; merge the adapter into its base first")
+        if tensor.shape != plan.source.shape:
+            raise _UnfitError(
+                f"the base's '{printable(plan.source.name)}' is {list(plan.source.shape)}; the adapter belongs to another base, or to one "
+                "with a resized vocabulary: give that with --base"
+            )
+        whole = self.planned(tensor, plan, plan.growth, plan.scale, _pattern(tensor.name))
+        return replace(whole, offset=plan.offset)
+
+    def added(self) -> dict[str, TensorPlan]:
+        """The plans of whole tensors that the map knows and the base lacks, as the head of a new task.
+
+        They are planned together with the base, and only where that leaves the base's own plan as it is.
+        """
+        foreign: dict[str, _Named] = {}
+        for tensor in self.adapter.tensors:
+            name = self.bare(tensor.name)
+            if is_lora(tensor.name) or tensor.dtype.kind != "float" or self.dropped(tensor.name):
+                continue
+            try:
+                self.weight(name)
+            except _UnfitError:
+                foreign[name] = _Named(name, tensor.dtype, tensor.shape)
+        if not foreign:
+            return {}
+        base = self.base
+        together = (*base.tensors, *foreign.values())
+        match = match_tensors(base.architecture, together, base.config, base.request.root)
+        patterns = {item.tensor.name: item.rule.pattern for item in match.matched if item.tensor.name in foreign}
+        known = [tensor for tensor in together if tensor.name in patterns or tensor.name not in foreign]
+        # What a head reads may depend on the class, which the base's config does not tell.
+        config = base.config
+        rules = [rule.pattern for rule in base.architecture.tensors]
+        if any(rules.count(pattern) > 1 for pattern in patterns.values()):
+            ending = _TASK_CLASSES.get(str(self.adapter.config.get("task_type")))
+            if ending is None:
+                self.undecided = set(patterns)
+                return {}
+            config = config.with_values({"architectures": [f"Base{ending}"]})
+        try:
+            plan = make_plan(base.architecture, known, config, base.request)
+        except WidenError:
+            return {}
+        plans = {tensor.source.name: tensor for tensor in plan.tensors}
+        if any(plans.get(name) != tensor for name, tensor in self.plans.items()):
+            self.faults.append(
+                f"{self.file}: tensor '{printable(next(iter(foreign)))}' is none of the base's, and with it the base would be widened in "
+                "another way; save the base with that head, and give it with --base"
+            )
+        return {name: plans[name] for name in patterns}
+
+    def planned(
+        self, tensor: StoredHeader, base: TensorPlan, growth: tuple[Growth, ...] | None, scale: Scale, pattern: str
+    ) -> TensorPlan:
+        target = self.base.request.types.dtype or tensor.dtype
+        return TensorPlan(tensor, (tensor.name,), pattern, target, growth, scale)
+
+
+def _pattern(name: str) -> str:
+    """A name with its numbers as a map writes them."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def _pair(hit: re.Match[str]) -> tuple[str, str, str]:
+    return hit["module"], hit["adapter"] or "", hit["table"] or ""
+
+
+def _roles(match: Match) -> dict[str, tuple[str, ...]]:
+    return {
+        item.tensor.name: tuple(dimension.role for dimension in item.rule.shape.dimensions) for item in match.matched
+    }
+
+
+def _respelt(architecture: ArchitectureMap, name: str) -> Iterator[str]:
+    """A name with each of a map's prefixes in another of its spellings."""
+    for prefix, others in architecture.prefixes.items():
+        spellings = (prefix, *others)
+        for here in spellings:
+            if name.startswith(here):
+                yield from (there + name[len(here) :] for there in spellings if there != here)
