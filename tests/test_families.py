@@ -18,8 +18,9 @@ import pytest
 import torch
 from families import MODES, Family
 
-from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.convert import Report, prepare, run
 from widen_cli.errors import WidenError
+from widen_cli.options import Options
 
 FAMILIES: tuple[Family, ...] = (*families_encoders.FAMILIES, *families_llama.FAMILIES, *families_older.FAMILIES)
 EXACT = 1e-11  # relative to the largest output

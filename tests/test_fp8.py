@@ -15,8 +15,9 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.convert import Report, prepare, run
 from widen_cli.errors import WidenError
+from widen_cli.options import Options
 
 BLOCK = 4
 _CONFIG = models.VARIANTS["llama"].config

@@ -11,8 +11,9 @@ import pytest
 from gguf_families import CONTEXT, EPS, RMS, VOCAB, _add_tokenizer, drawn
 from llama_cpp import difference, log_probabilities
 
-from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.convert import Report, prepare, run
 from widen_cli.errors import WidenError
+from widen_cli.options import Options
 
 HEADS, KV_HEADS, FFN = (6, 4, 0, 2), (3, 1, 0, 2), (50, 0, 30, 22)
 HIDDEN, HEAD = 36, 10

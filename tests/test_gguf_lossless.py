@@ -32,8 +32,9 @@ from gguf.quants import dequantize, quantize
 from llama_cpp import LlamaCppError, LogProbabilities, difference, log_probabilities
 
 import widen_cli
-from widen_cli.convert import Job, Options, Report, prepare, run
+from widen_cli.convert import Job, Report, prepare, run
 from widen_cli.errors import WidenError
+from widen_cli.options import Options
 
 Values = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

@@ -18,8 +18,9 @@ import pytest
 from llama_cpp import LogProbabilities, log_probabilities
 from test_gguf_lossless import EPS, PROMPTS, SMOLLM, read
 
-from widen_cli.convert import Job, Options, prepare, run
+from widen_cli.convert import Job, prepare, run
 from widen_cli.dimensions import Copies, Growth
+from widen_cli.options import Options
 from widen_cli.plan import TensorPlan
 from widen_cli.plan.result import ConfigChange
 from widen_cli.scales import Scale

@@ -39,7 +39,8 @@ import pytest
 from gguf.quants import dequantize
 from test_gguf_lossless import GgufFile, Stored, read
 
-from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.convert import Report, prepare, run
+from widen_cli.options import Options
 
 Array = npt.NDArray[Any]
 Kind = gguf.GGMLQuantizationType

@@ -44,10 +44,11 @@ from test_gguf_lossless import (
 )
 from test_gguf_lossless import TENSORS as SPACES_OF
 
-from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.convert import Report, prepare, run
 from widen_cli.errors import WidenError
 from widen_cli.gguf.header import gguf_header_bytes, read_gguf_header
 from widen_cli.gguf.types import GGUF_TYPES
+from widen_cli.options import Options
 from widen_cli.sources import FileSource
 
 Kind = gguf.GGMLQuantizationType

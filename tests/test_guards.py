@@ -16,7 +16,8 @@ import pytest
 import reference
 import torch
 
-from widen_cli.convert import Job, Options, prepare, run
+from widen_cli.convert import Job, prepare, run
+from widen_cli.options import Options
 
 BOUND = 1e-5
 CLEAR = 100 * BOUND

@@ -26,8 +26,9 @@ import safetensors
 import torch
 
 import widen_cli
-from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.convert import Report, prepare, run
 from widen_cli.errors import WidenError
+from widen_cli.options import Options
 
 EXACT = 1e-12
 # A worst of three draws stands for the tail of one more draw: maxima over thousands of outputs hardly vary.

@@ -15,7 +15,8 @@ import pytest
 import torch
 import transformers
 
-from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.convert import Report, prepare, run
+from widen_cli.options import Options
 
 torch.set_num_threads(2)
 

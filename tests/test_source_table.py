@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from widen_cli.convert import Job, Options, prepare, run
+from widen_cli.convert import Job, prepare, run
+from widen_cli.options import Options
 from widen_cli.scales import Scale
 
 

@@ -36,7 +36,8 @@ from test_gguf_lossless import SMOLLM, GgufFile, read
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import widen_cli
-from widen_cli.convert import Options, prepare, run
+from widen_cli.convert import prepare, run
+from widen_cli.options import Options
 
 pytestmark = pytest.mark.xdist_group("two routes")  # one converter for all
 

@@ -16,13 +16,14 @@ from tqdm import tqdm
 
 from widen_cli import __version__
 from widen_cli.config import parse_settings
-from widen_cli.convert import Job, Options, Report, prepare, run
+from widen_cli.convert import Job, Report, prepare, run
 from widen_cli.demo import demonstration
 from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError, printable
 from widen_cli.hf_directory import parse_size
 from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.map_file import map_names, map_text
+from widen_cli.options import Options
 from widen_cli.output_checks import is_stream
 from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
 from widen_cli.plan.modes import MODES

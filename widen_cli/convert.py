@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.gguf.checkpoint import described_anew
 from widen_cli.hf_directory import index_bytes
-from widen_cli.output_checks import check_output, check_space, is_stream
+from widen_cli.options import Options
+from widen_cli.output_checks import check_output, is_stream
 from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan
 from widen_cli.plan.growth import parse_grow
@@ -31,40 +32,11 @@ from widen_cli.safetensors_file import StoredTensor
 from widen_cli.shards import Shard, output_shards
 from widen_cli.sources import HashingSource, HeldSource
 from widen_cli.stream import BLOCK_BYTES, Target, TensorStream
+from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
 from widen_cli.transform import Counts
 
 INDEX = "model.safetensors.index.json"
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line said. `output` is a path, a path ending in `/` for a directory, or `-`.
-
-    `named`: False for a dry run without OUT, of which there is nothing to say about an output.
-    """
-
-    input: str
-    output: str
-    factor: int | None = None
-    grow: str | None = None
-    scaling: str = "auto"
-    dtype: str | None = None
-    dequantize: str | None = None
-    embedding_type: str | None = None
-    map: str | None = None
-    config: str | None = None
-    settings: tuple[str, ...] = ()
-    base: str | None = None
-    config_out: str | None = None
-    strip_prefix: str | None = None
-    max_shard_size: str | None = None
-    layout: str = "auto"
-    rope: str | None = None
-    force: bool = False
-    dry_run: bool = False
-    named: bool = True
-    threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
@@ -115,21 +87,21 @@ def prepare(options: Options) -> Job:
         request = _request(options)
         checkpoint = _opened(options, request.settings, faults)
         refused.callback(checkpoint.close)
-        config_target = _config_target(options, checkpoint, directory)
+        config_target = config_target_of(options, checkpoint, directory)
         doubts = Faults() if options.dry_run else faults
-        _check_targets(options, checkpoint, config_target, directory, doubts)
+        check_targets(options, checkpoint, config_target, directory, doubts)
         checkpoint, plan, doubtful = _planned(options, checkpoint, request, faults)
         companions = companions_of(checkpoint, options.input, options.output, plan.sidecars)
         shards = output_shards(plan, checkpoint, options.input, options.output, options.max_shard_size, directory)
         with doubts.collecting():
-            _check_parts(options, checkpoint, shards, directory)
-            _check_space(options, shards)
+            check_parts(options, checkpoint, shards, directory)
+            check_room(options, shards)
         if not faults.texts:
             refused.pop_all()
     config = _changed_config(checkpoint.config, plan)
     warnings = (*checkpoint.warnings, *doubtful, *plan.warnings)
     if options.named:
-        warnings += _unsaved(plan, checkpoint, config_target, options, directory)
+        warnings += unsaved(plan, checkpoint, config_target, options, directory)
         warnings += tuple(doubts.texts) if options.dry_run else ()
     return Job(options, checkpoint, plan, shards, config, config_target, directory, companions, warnings)
 
@@ -177,73 +149,6 @@ def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Check
     for text in checkpoint.faults:
         faults.add(text)
     return checkpoint
-
-
-def _check_targets(
-    options: Options, checkpoint: Checkpoint, config_target: str | None, directory: bool, faults: Faults
-) -> None:
-    with faults.collecting():
-        check_output(options.output, checkpoint.files, options.force, directory)
-    if config_target is not None:
-        with faults.collecting():
-            _check_config_target(config_target, checkpoint, options)
-    if directory and options.output.endswith((".safetensors", ".gguf")):
-        faults.add(f"{printable(options.output)}: is a file's name, but a folder is written; choose a folder's name")
-    other = ".safetensors" if checkpoint.gguf else ".gguf"
-    if not directory and options.output.endswith(other):
-        faults.add(
-            f"{printable(options.output)}: the output has the input's format, which is not {other[1:]}; change the name"
-        )
-    if not directory and options.output.endswith((".bin", ".pt", ".pth")):
-        faults.add(
-            f"{printable(options.output)}: no PyTorch file is written, safetensors is; end the name with .safetensors"
-        )
-    if checkpoint.gguf and options.dtype:
-        faults.add(
-            f"--dtype {options.dtype}: a GGUF keeps its types; --dequantize f32 or f16 writes numbers, "
-            "and llama.cpp's own tools quantise"
-        )
-    for option, value in (("--dequantize", options.dequantize), ("--embedding-type", options.embedding_type)):
-        if value and not checkpoint.gguf:
-            faults.add(
-                f"{option} {value.lower()}: is for a GGUF; --dtype sets the type of a safetensors model's weights"
-            )
-
-
-def _check_parts(options: Options, checkpoint: Checkpoint, shards: tuple[Shard, ...], directory: bool) -> None:
-    """Numbered parts stand beside each other under names that the user did not give; none of them may hit a file."""
-    with Faults() as faults:
-        for shard in shards if checkpoint.gguf and len(shards) > 1 and not directory else ():
-            with faults.collecting():
-                target = Path(options.output).with_name(shard.name)
-                check_output(str(target), checkpoint.files, options.force, False)
-
-
-def _check_space(options: Options, shards: tuple[Shard, ...]) -> None:
-    if not is_stream(options.output):
-        folder = Path(os.path.realpath(options.output.rstrip("/"))).parent
-        check_space(folder, sum(shard.nbytes for shard in shards), max(shard.nbytes for shard in shards))
-
-
-def _unsaved(
-    plan: Plan, checkpoint: Checkpoint, config_target: str | None, options: Options, directory: bool
-) -> tuple[str, ...]:
-    """A warning where the changed config goes nowhere."""
-    if checkpoint.gguf or directory or config_target is not None or not plan.config or not checkpoint.config.present:
-        return ()
-    changes = ", ".join(f"{change.key} = {change.new}" for change in plan.config)
-    return (
-        f"{printable(checkpoint.name)}: the new config is not written; whatever loads the result needs {changes}; "
-        "--config-out FILE writes it",
-    )
-
-
-def _check_config_target(target: str, checkpoint: Checkpoint, options: Options) -> None:
-    """A config may not go where the weights go, over an input, or over a file that stands without --force."""
-    check_output(target, checkpoint.files, options.force, False)
-    both = ("-" if path == "-" else os.path.realpath(path) for path in (target, options.output))
-    if len(set(both)) == 1:
-        raise WidenError(f"--config-out {printable(target)}: is where the weights go; choose another file")
 
 
 def _request(options: Options) -> PlanRequest:
@@ -296,21 +201,6 @@ def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
         if one.source.read(one.offset + start, length) != other.source.read(other.offset + start, length):
             return False
     return True
-
-
-def _config_target(options: Options, checkpoint: Checkpoint, directory: bool) -> str | None:
-    """Where the config goes on its own: None where there is none, or where it goes into the output folder."""
-    if options.config_out:
-        return options.config_out if checkpoint.config.present else None
-    if (
-        checkpoint.gguf
-        or not checkpoint.config.present
-        or directory
-        or is_stream(options.output)
-        or not Path(options.output).name
-    ):
-        return None
-    return str(Path(options.output).with_name(f"{Path(options.output).stem}.config.json"))
 
 
 def _changed_config(config: ModelConfig, plan: Plan) -> ModelConfig:

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
-from widen_cli.convert import Options, Report, prepare, run
+from widen_cli.convert import Report, prepare, run
 from widen_cli.errors import WidenError, printable
+from widen_cli.options import Options
 from widen_cli.plan.text import plan_text
 
 Array = npt.NDArray[Any]

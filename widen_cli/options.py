@@ -1,0 +1,36 @@
+"""What the command line asks of a conversion."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line said. `output` is a path, a path ending in `/` for a directory, or `-`.
+
+    `named`: False for a dry run without OUT, of which there is nothing to say about an output.
+    """
+
+    input: str
+    output: str
+    factor: int | None = None
+    grow: str | None = None
+    scaling: str = "auto"
+    dtype: str | None = None
+    dequantize: str | None = None
+    embedding_type: str | None = None
+    map: str | None = None
+    config: str | None = None
+    settings: tuple[str, ...] = ()
+    base: str | None = None
+    config_out: str | None = None
+    strip_prefix: str | None = None
+    max_shard_size: str | None = None
+    layout: str = "auto"
+    rope: str | None = None
+    force: bool = False
+    dry_run: bool = False
+    named: bool = True
+    threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
