@@ -8,7 +8,8 @@ processor time; beside them what copying such rows takes. `-` is where a type ca
 Then whole processes on a synthetic llama model whose x2 output has about that many megabytes, in turn, round after
 round, in one run: `widen-ckpt`, `cp` of its output, and `cp` with a flush to the disk (the tool flushes, plain `cp` does
 not). All read from the page cache. A ratio is the median of the rounds' ratios. Every process first has to start, which
-`cp` does in a millisecond: what `--version` and a dry run take is printed too, to be taken off a small file's time.
+`cp` does in a millisecond: what `--version` and a dry run take is printed too, to be taken off a small file's time. Where
+other processes want the machine, processor time says more than wall time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +87,7 @@ def print_block_rates(rounds: int) -> None:
         cells = []
         for growth in growths.values():
             rows = random_rows(kind, growth)
-            widen = lambda kind=kind, growth=growth, rows=rows: widen_row_blocks(rows, kind, growth)  # noqa: E731
+            widen = partial(widen_row_blocks, rows, kind, growth)
             cells.append(f"{output_rate(widen, rounds):15.0f}" if can_widen(kind, growth) is None else f"{'-':>15}")
         print(f"{name:10}" + "".join(cells), flush=True)
     memory = np.zeros(4 << 20, np.uint8)
@@ -173,47 +176,50 @@ def make_model(path: Path, kind: str, layers: int) -> None:
             file.write(bytes(padded(file.tell(), ALIGNMENT) - file.tell()))
 
 
-def seconds(command: list[str], log: Path) -> float:
-    """The wall time of one whole process that must succeed."""
-    taken, _, status = timed(command, log)
+def seconds(command: list[str], log: Path) -> tuple[float, float]:
+    """Wall and processor time of one whole process that must succeed."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall, _, status = timed(command, log)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if status:
         raise SystemExit(f"{' '.join(command)} failed with {status}:\n{log.read_text(errors='replace')}")
-    return taken
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def measure(folder: Path, source: Path, layout: str, rounds: int) -> list[tuple[float, float, float]]:
-    """Seconds of the tool, of `cp` of its output and of `cp` with a flush, round after round."""
+def measure(folder: Path, source: Path, layout: str, rounds: int) -> list[list[tuple[float, float]]]:
+    """Wall and processor time of the tool, of `cp` of its output and of `cp` with a flush, round after round."""
     tool, copy, log = folder / "tool.gguf", folder / "copy.gguf", folder / "log.txt"
-    widen = [sys.executable, "-m", "widen_cli", "convert", str(source), str(tool), "--layout", layout, "--force"]
-    commands = {
-        tool: [widen],
-        copy: [["cp", str(tool), str(copy)], ["sh", "-c", f'cp "{tool}" "{copy}" && sync "{copy}"']],
-    }
+    commands = [
+        [sys.executable, "-m", "widen_cli", "convert", str(source), str(tool), "--layout", layout, "--force"],
+        ["cp", str(tool), str(copy)],
+        ["sh", "-c", f'cp "{tool}" "{copy}" && sync "{copy}"'],
+    ]
     taken = []
     for _ in range(rounds):
         row = []
-        for target, targets_commands in commands.items():
-            for command in targets_commands:
-                target.unlink(missing_ok=True)
-                os.sync()
-                row.append(seconds(command, log))
-        taken.append((row[0], row[1], row[2]))
+        for command, target in zip(commands, (tool, copy, copy), strict=True):
+            target.unlink(missing_ok=True)
+            os.sync()
+            row.append(seconds(command, log))
+        taken.append(row)
     return taken
 
 
 def print_file_times(folder: Path, kinds: list[str], megabytes: int, rounds: int) -> None:
-    titles = ("MB", "widen s", "cp s", "flushed s", "/ cp", "/ flushed", "MB/s")
+    titles = ("MB", "widen s", "(cpu)", "cp s", "(cpu)", "flushed s", "/ cp", "/ flushed", "MB/s")
     print(f"\n{'':22}" + "".join(f"{title:>11}" for title in titles))
     for kind in kinds:
         source = folder / "in.gguf"
         make_model(source, kind, layers_for(kind, megabytes * MEGA))
         for layout in LAYOUTS:
             taken = measure(folder, source, layout, rounds)
-            widen, copy, flushed = (statistics.median(column) for column in zip(*taken, strict=True))
-            ratios = [statistics.median(row[0] / row[against] for row in taken) for against in (1, 2)]
+            wide, copied, flushed = ([row[which] for row in taken] for which in range(3))
+            times = [statistics.median(pair[clock] for pair in run) for run in (wide, copied) for clock in (0, 1)]
+            times.append(statistics.median(wall for wall, _ in flushed))
+            ratios = [statistics.median(row[0][0] / row[against][0] for row in taken) for against in (1, 2)]
             size = (folder / "tool.gguf").stat().st_size / MEGA
-            cells = f"{size:11.0f}{widen:11.2f}{copy:11.2f}{flushed:11.2f}{ratios[0]:11.2f}{ratios[1]:11.2f}"
-            print(f"{kind + ', ' + layout:22}{cells}{size / widen:11.0f}", flush=True)
+            cells = "".join(f"{cell:11.2f}" for cell in (*times, *ratios))
+            print(f"{kind + ', ' + layout:22}{size:11.0f}{cells}{size / times[0]:11.0f}", flush=True)
 
 
 def print_start_up(folder: Path, rounds: int) -> None:
@@ -221,7 +227,9 @@ def print_start_up(folder: Path, rounds: int) -> None:
     make_model(source, "Q8_0", 1)
     tool = [sys.executable, "-m", "widen_cli"]
     for title, command in {"--version": [*tool, "--version"], "--dry-run": [*tool, str(source), "--dry-run"]}.items():
-        print(f"start-up, {title}: {statistics.median(seconds(command, log) for _ in range(rounds)):.2f} s")
+        taken = [seconds(command, log) for _ in range(rounds)]
+        wall, cpu = (statistics.median(times) for times in zip(*taken, strict=True))
+        print(f"start-up, {title}: {wall:.2f} s ({cpu:.2f} s of processor time)")
 
 
 def main() -> int:

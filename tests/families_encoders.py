@@ -175,7 +175,7 @@ _T5 = {
     "layer_norm_epsilon": EPS,
 }
 _T5_11 = {**_T5, "feed_forward_proj": "gated-gelu"}
-_T5_SMALL = (".o.", ".wo.")
+_T5_SMALL = (".o.", ".wo.", ".q.")  # scores are not divided, so a query as large as others would saturate them
 _T5_GROWTHS = (
     "hidden=2,intermediate=3,heads=2",
     "hidden=3,intermediate=2,head_dim=2",

@@ -126,7 +126,10 @@ def test_what_cannot_grow_is_refused(family: Family, growth: str, word: str, nar
 
 @pytest.mark.parametrize("family", [pytest.param(family, id=family.name) for family in FAMILIES])
 def test_float32_without_being_told_more(family: Family, narrow: Narrow, tmp_path: Path) -> None:
-    """The default of the command line, on the file type that people have; run in float64, only the weights' rounding shows."""
+    """The default of the command line, on the file type that people have; run in float64, only the weights' rounding shows.
+
+    T5, which does not scale its attention, makes 3e-5 of it; a fault makes 1e-3 and more.
+    """
     for variant in family.variants:
         source, target = narrow.folder(family.name, variant, torch.float32), tmp_path / variant
         if all(family.refusal(variant, mode, "factor=2") for mode in MODES):
@@ -136,4 +139,4 @@ def test_float32_without_being_told_more(family: Family, narrow: Narrow, tmp_pat
         report = convert(source, target, "factor=2")
         found = error(narrow, family, variant, torch.float32, report, target)
         note(family, variant, report.job.plan.mode, "factor=2", "float32", found)
-        assert found <= 2e-5
+        assert found <= 1e-4
