@@ -11,7 +11,8 @@ from pathlib import Path
 from families import MODES, Family
 from test_families import FAMILIES
 
-from widen_cli.maps import catalog_map
+from widen_cli.map_rules import ArchitectureMap
+from widen_cli.maps import map_for_model_type
 
 HEAD = """# Architectures
 
@@ -26,8 +27,14 @@ not function-exact for some variant there, and the plan says which equations rul
 """
 
 
+def map_of(family: Family) -> ArchitectureMap:
+    found = map_for_model_type(next(iter(family.variants.values())).make_config().model_type)
+    assert found is not None
+    return found
+
+
 def row(family: Family, results: Sequence[Sequence[object]]) -> str:
-    architecture = catalog_map(family.name)
+    architecture = map_of(family)
     own = [result for result in results if result[0] == family.name]
     errors = {
         dtype: max((float(str(found)) for *_, kind, found in own if kind == dtype and found is not None), default=None)
@@ -44,7 +51,7 @@ def row(family: Family, results: Sequence[Sequence[object]]) -> str:
 
 def head_dim(family: Family) -> str:
     """How heads can become larger: `exact`, by which methods under rotary positions, or not."""
-    architecture = catalog_map(family.name)
+    architecture = map_of(family)
     if architecture.growth.head_dim is None:
         return "fixed"
     if architecture.rope is not None:

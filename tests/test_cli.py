@@ -821,6 +821,9 @@ def test_a_signal_at_any_moment(folder: Path, number: int, code: int) -> None:
         time.sleep(delay)
         process.send_signal(number)
         shown = process.communicate(timeout=10)[1].decode()
+        assert content(folder) in (old, complete)
+        if "Could not import runpy module" in shown:
+            continue  # a signal that met Python before it came to the tool
         assert process.returncode in (0, code, -number), shown
         assert "Traceback" not in shown
         assert content(folder) in (old, complete)

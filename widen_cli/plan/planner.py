@@ -385,6 +385,10 @@ class _Planner:
         for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):
             if tensors:
                 self.warnings.append(f"{self.file}: not in the map, copied unchanged ({what}): {_names(tensors)}")
+        if self.request.rope and self.rotary.factor == 1:
+            self.warnings.append(
+                f"--rope {self.request.rope}: no head grows, so it has no effect; --grow head_dim=N grows them"
+            )
         if surplus := surplus_layers(self.architecture, self.match, self.config):
             shown = ", ".join(printable(name) for name in surplus[:6]) + (" ..." if len(surplus) > 6 else "")
             self.warnings.append(f"{self.file}: more than the config counts, widened all the same: {shown}")
