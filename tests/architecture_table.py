@@ -42,7 +42,7 @@ def row(family: Family, results: Sequence[Sequence[object]]) -> str:
     }
     grown = [name for name, axis in architecture.axes.items() if not axis.fixed and axis.keys]
     refused = [mode for mode in MODES if mode in family.refused]
-    some = sorted({key.split(":")[1] for key in family.refused if ":" in key and key.split(":")[1] in MODES})
+    some = sorted({key.split(":")[1] for key, word in family.refused.items() if ":" in key and word})
     modes = ", ".join([*refused, *(f"{mode} (some)" for mode in some if mode not in refused)]) or "none"
     shown = {dtype: "" if error is None else f"{error:.0e}" for dtype, error in errors.items()}
     cells = (family.name, len(family.variants), len(own), ", ".join(grown), head_dim(family), modes, *shown.values())
