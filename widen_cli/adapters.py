@@ -13,11 +13,11 @@ from widen_cli.errors import WidenError, printable
 from widen_cli.hf_directory import open_directory
 from widen_cli.plan import Plan, PlanRequest
 from widen_cli.plan.adapters import PREFIX, Adapter, Base, is_lora, plan_adapter
+from widen_cli.plan.match import LORA
 from widen_cli.safetensors_file import read_header
 from widen_cli.sources import FileSource
 
 CONFIG = "adapter_config.json"
-ALONE = "a LoRA adapter and no model; merge it into its base first, or give its base with --base"
 
 
 def open_adapter(given: str, base: str) -> Checkpoint:
@@ -46,7 +46,7 @@ def refuse_alone(checkpoint: Checkpoint) -> None:
     """Raises WidenError for an adapter that is given as if it were a model."""
     found = [tensor.name for tensor in checkpoint.tensors if is_lora(tensor.name)]
     if found and all(is_lora(tensor.name) or tensor.name.startswith(PREFIX) for tensor in checkpoint.tensors):
-        raise WidenError(f"{printable(checkpoint.name)}: '{printable(found[0])}' and others: {ALONE}")
+        raise WidenError(f"{printable(checkpoint.name)}: '{printable(found[0])}' and others: {LORA}")
 
 
 def plan_with_base(

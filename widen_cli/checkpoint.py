@@ -21,10 +21,10 @@ from widen_cli.hf_directory import HfDirectory, open_directory
 from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import catalog_map, load_map, map_for_gguf, map_for_model_type
-from widen_cli.plan.match import common_prefix, match_tensors, missing_tensors
+from widen_cli.plan.match import WITH_BASE, common_prefix, match_tensors, missing_tensors
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.sources import FileSource, PipeSource, Source
-from widen_cli.torch_file import TorchHeader, read_weights
+from widen_cli.torch_file import read_weights
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,7 @@ def _weights(given: str, pipe: PipeSource | None) -> _Weights:
         raise WidenError(f"{printable(given)}: is one of {int(numbered[1])} shards; give the folder they are in")
     header = read_weights(pipe or FileSource(Path(given)))
     beside = None if given == "-" else _config_beside(Path(given))
-    warnings = header.warnings if isinstance(header, TorchHeader) else ()
-    return _Weights(header.tensors, header.metadata, beside, warnings=warnings)
+    return _Weights(header.tensors, header.metadata, beside, warnings=header.warnings)
 
 
 def _config(given: str, path: Path | None, needed: bool) -> ModelConfig:
@@ -178,9 +177,7 @@ def _config(given: str, path: Path | None, needed: bool) -> ModelConfig:
         return read_config(path)
     if needed:
         if Path(given, "adapter_config.json").is_file():
-            raise WidenError(
-                f"{printable(given)}: a PEFT adapter and no model; merge it into its base first, or give its base with --base"
-            )
+            raise WidenError(f"{printable(given)}: a PEFT adapter and no model; {WITH_BASE}")
         raise WidenError(
             f"{printable(given)}: no config.json; fetch it, give --config, or say with --set what the tensors do not tell"
         )

@@ -236,8 +236,8 @@ def _readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.
 def convert(dry_run: bool, as_json: bool, quiet: int, **given: Any) -> None:
     """Widen the checkpoint IN and write it to OUT.
 
-    IN is a safetensors, GGUF or PyTorch file, a Hugging Face directory, or - for standard input. OUT is a file, a directory (always for a
-    directory IN, else with a / at its end), or - for standard output. A dry run does without OUT.
+    IN is a safetensors, GGUF or PyTorch file, a Hugging Face directory, or - for standard input. OUT is a file, a
+    directory (always for a directory IN, else with a / at its end), or - for standard output. A dry run does without OUT.
     """
     if given["threads"] is None:
         del given["threads"]

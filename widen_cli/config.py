@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,9 @@ class ModelConfig:
 
         A key that is there with its dots, as GGUF's are, counts as it stands.
         """
-        if key in self.values and not self.inside:
-            return self.values[key]
-        own = self.values.get(self.inside)
-        if isinstance(own, dict) and (found := ModelConfig(own, self.name).get(key, MISSING)) is not MISSING:
-            return found
-        value: Any = self.values
-        for part in key.split("."):
-            if not isinstance(value, dict) or part not in value:
-                return default
-            value = value[part]
-        return value
+        own = _reached(self.values.get(self.inside), key) if self.inside else MISSING
+        found = _reached(self.values, key) if own is MISSING else own
+        return default if found is MISSING else found
 
     def __contains__(self, key: str) -> bool:
         return self.get(key, MISSING) is not MISSING
@@ -77,6 +70,25 @@ class ModelConfig:
         except UnicodeEncodeError:
             # Half of a surrogate pair has no UTF-8; escaped it reads back as what it was.
             return (json.dumps(self.values, indent=2) + "\n").encode("ascii")
+
+
+def _reached(values: Any, key: str) -> Any:
+    """The value at a dotted key, which may stand there with its dots; MISSING where any part of the way is absent."""
+    if isinstance(values, dict) and key in values:
+        return values[key]
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return MISSING
+        values = values[part]
+    return values
+
+
+def is_number(value: Any) -> bool:
+    """Whether a config value is a finite number, one that float64 holds."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def read_config(path: Path) -> ModelConfig:

@@ -122,7 +122,7 @@ def _planned(
     with faults.collecting():
         check_settings(architecture, checkpoint.found_config, request.settings)
     if checkpoint.faults:
-        check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name)
+        check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
         raise WidenError(*checkpoint.faults)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
     plan = _described(plan, checkpoint, options)

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 
@@ -44,6 +45,11 @@ class Formula:
 
     text: str
     tree: ast.expr
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """The names that are not called, each once: axes, spaces and config keys."""
+        return tuple(dict.fromkeys(name for name, _, called in self.names() if not called))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Formula) and self.text == other.text

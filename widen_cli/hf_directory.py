@@ -15,16 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import Never
 
 from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.safetensors_file import (
-    FAULT_LIMIT,
-    JsonObject,
-    SafetensorsHeader,
-    StoredTensor,
-    parse_json,
-    shown,
-)
+from widen_cli.safetensors_file import FAULT_LIMIT, JsonObject, SafetensorsHeader, StoredTensor, parse_json, shown
 from widen_cli.sources import FileSource
-from widen_cli.torch_file import TorchHeader, read_weights
+from widen_cli.torch_file import read_weights
 
 WEIGHTS = "model.safetensors"
 INDEX_LIMIT = 100_000_000
@@ -120,7 +113,7 @@ def open_directory(path: Path) -> HfDirectory:
         except WidenError:
             _close(headers.values())
             raise
-    warnings += [text for header in headers.values() if isinstance(header, TorchHeader) for text in header.warnings]
+    warnings += [text for header in headers.values() for text in header.warnings]
     metadata = next((header.metadata for header in headers.values()), {})
     config_path = config if config.is_file() else None
     return HfDirectory(tensors, tuple(shards), metadata, config_path, companions, tuple(warnings), faults)

@@ -35,7 +35,7 @@ class SpaceFormula:
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "norm":
             yield from self.norm(tree)
             return
-        if self.name in {word for word, _, called in self.formula.names() if not called}:
+        if self.name in self.formula.words:
             yield f"space '{self.name}' cannot come out of itself, but by a norm", 0
         yield from self.expression(tree)
 

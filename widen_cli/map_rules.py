@@ -130,8 +130,7 @@ class ArchitectureMap:
             if space.axis is not None:
                 name = space.axis
             elif space.formula is not None:
-                inner = [word for word, _, called in space.formula.names() if not called]
-                name = next((word for word in inner if word in self.spaces or word in self.axes), "")
+                name = next((word for word in space.formula.words if word in self.spaces or word in self.axes), "")
         return self.axes[name]
 
 

@@ -250,7 +250,7 @@ class _Compiler:
 
     def check_circles(self, spaces: dict[str, Space]) -> None:
         inner = {
-            name: {word for word, _, called in space.formula.names() if not called and word in spaces}
+            name: {word for word in space.formula.words if word in spaces}
             for name, space in spaces.items()
             if space.formula is not None
         }

@@ -51,11 +51,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """The tensors in the order of their data, the `__metadata__`, and the bytes of the whole file."""
+    """The tensors in the order of their data, the `__metadata__`, the bytes of the whole file, and what to say of it.
+
+    A PyTorch file has one of the same form, without metadata.
+    """
 
     tensors: tuple[StoredTensor, ...]
     metadata: dict[str, str]
     nbytes: int
+    warnings: tuple[str, ...] = ()
 
 
 class JsonObject(list[tuple[str, object]]):

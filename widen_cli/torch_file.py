@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -38,13 +37,6 @@ _Place = Callable[[Storage], tuple[int, int]]
 _Tensor = PickledTensor | OddTensor
 
 
-@dataclass(frozen=True)
-class TorchHeader(SafetensorsHeader):
-    """The tensors in the order of their data, no metadata, the bytes of the whole file, and what was left out of it."""
-
-    warnings: tuple[str, ...] = ()
-
-
 def read_weights(source: Source) -> SafetensorsHeader:
     """The header of a PyTorch file or else of a safetensors file, told by the first bytes and not by the name.
 
@@ -55,7 +47,7 @@ def read_weights(source: Source) -> SafetensorsHeader:
     return read_header(source)
 
 
-def read_torch_file(source: Source) -> TorchHeader:
+def read_torch_file(source: Source) -> SafetensorsHeader:
     """The checked header of what torch.save wrote: a state dict, or a dict with one state dict in it.
 
     Tensors lie where the file has them; one whose elements are not in order has a source that puts them in order when it
@@ -73,7 +65,7 @@ def read_torch_file(source: Source) -> TorchHeader:
         )
     root, place = _read_zip(source) if kind == "zip" else _read_legacy(source)
     chosen, warnings = _state_dict(root, source.name)
-    return TorchHeader(_stored(chosen, place, source), {}, source.size or 0, tuple(warnings))
+    return SafetensorsHeader(_stored(chosen, place, source), {}, source.size or 0, tuple(warnings))
 
 
 def _kind(source: Source) -> str:

@@ -17,8 +17,8 @@ from widen_cli.config import ModelConfig
 from widen_cli.dimensions import Copies, Growth, leaf_scales, scaled
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
-from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.match import GRID, Match, StoredHeader, applying_rule, match_tensors
+from widen_cli.map_rules import ArchitectureMap, TensorRule
+from widen_cli.plan.match import GRID, StoredHeader, applying_rule, match_tensors
 from widen_cli.plan.planner import PlanRequest, make_plan
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.scales import Scale
@@ -146,7 +146,7 @@ class _AdapterPlanner:
         self.match = match_tensors(base.architecture, base.tensors, base.config, base.request.root)
         self.base_plan = make_plan(base.architecture, base.tensors, base.config, base.request)
         self.plans = {plan.source.name: plan for plan in self.base_plan.tensors}
-        self.roles = _roles(self.match)
+        self.roles = {item.tensor.name: _roles(item.rule) for item in self.match.matched}
         self.undecided: set[str] = set()
         self.faults: list[str] = []
 
@@ -214,8 +214,7 @@ class _AdapterPlanner:
                 table = self.match.by_name(tie.to)
                 if spelt == self.match.written(tie.tensor) and table is not None:
                     rule = applying_rule(self.base.architecture, self.match, self.base.config, tie.tensor)
-                    roles = tuple(dimension.role for dimension in rule.shape.dimensions)
-                    return _Weight(self.factored(table.tensor.name), roles, stored=False)
+                    return _Weight(self.factored(table.tensor.name), _roles(rule), stored=False)
         raise _UnfitError(
             f"the base {self.base_file} has no '{printable(name)}'{did_you_mean(name, self.plans)}; give the model that the adapter "
             "was trained on with --base"
@@ -380,10 +379,8 @@ def _pair(hit: re.Match[str]) -> tuple[str, str, str]:
     return hit["module"], hit["adapter"] or "", hit["table"] or ""
 
 
-def _roles(match: Match) -> dict[str, tuple[str, ...]]:
-    return {
-        item.tensor.name: tuple(dimension.role for dimension in item.rule.shape.dimensions) for item in match.matched
-    }
+def _roles(rule: TensorRule) -> tuple[str, ...]:
+    return tuple(dimension.role for dimension in rule.shape.dimensions)
 
 
 def _respelt(architecture: ArchitectureMap, name: str) -> Iterator[str]:

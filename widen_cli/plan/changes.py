@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from widen_cli.config import ModelConfig
+from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import CONFIG_NAMES, DType
 from widen_cli.errors import WidenError, printable
 from widen_cli.formulas import UnknownValueError
@@ -72,7 +71,7 @@ class ConfigChanges:
                 changes.append(ConfigChange(key, None, f"{scale} of what it was", exactness))
                 continue
             old = self.config.get(key, self.old.architecture.defaults.get(key))
-            if not _is_number(old):
+            if not is_number(old):
                 raise WidenError(
                     f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed; "
                     f"its norms' epsilon has to be scaled by {scale}"
@@ -88,7 +87,7 @@ class ConfigChanges:
             if (scale := scales.get(key)) is None or scale.is_one:
                 continue
             old = self.config.get(key)
-            if not _is_number(old):
+            if not is_number(old):
                 raise WidenError(f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed")
             new = old * scale.fraction if isinstance(old, int) and scale.fraction else float(old) * float(scale)
             whole = isinstance(old, int) and new == int(new)
@@ -105,10 +104,3 @@ class ConfigChanges:
             for key in ("dtype", "torch_dtype")
             if key in self.config and self.config.get(key) != name
         ]
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:
-        return False

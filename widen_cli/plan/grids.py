@@ -7,11 +7,11 @@ values of a block of b x b are multiplied by. A widened weight keeps its bytes; 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from widen_cli.config import ModelConfig
-from widen_cli.dimensions import Copies, Growth, Laid, Run, runs, scaled
+from widen_cli.dimensions import Copies, Growth, Laid, Run, runs
 from widen_cli.errors import printable
 from widen_cli.plan.match import GRID, StoredHeader
 from widen_cli.plan.result import TensorPlan
@@ -46,22 +46,26 @@ def with_grid(plan: TensorPlan, grid: StoredHeader, block: tuple[int, int]) -> t
             f"{list(expected)}; the config's weight_block_size belongs to another model"
         )
     growth = plan.growth or ()
-    own = tuple(_grid_growth(tree, side, plan.source.name) for tree, side in zip(growth, block, strict=True))
-    bare = replace(plan, growth=tuple(scaled(tree, ONE) for tree in growth), scale=ONE)
-    return bare, TensorPlan(grid, (grid.name,), plan.pattern + GRID, grid.dtype, own, plan.scale)
+    try:
+        own = tuple(_grid_growth(tree, side) for tree, side in zip(growth, block, strict=True))
+    except UnfitGridError as error:
+        raise UnfitGridError(f"tensor '{printable(plan.source.name)}': {error}") from None
+    return plan.without_factors, TensorPlan(grid, (grid.name,), plan.pattern + GRID, grid.dtype, own, plan.scale)
 
 
-def _grid_growth(tree: Growth, side: int, name: str) -> Growth:
+# Experts by the thousand have the same few dimensions.
+@lru_cache(maxsize=256)
+def _grid_growth(tree: Growth, side: int) -> Growth:
     """How one dimension of the grid grows: for each new block, the old one that its values come from."""
     places: list[Place] = []
     held: set[Place] = set()
     for position, place in enumerate(_places(runs(tree), side)):
         if position % side == 0 and position:
-            places.append(_only(held, side, name))
+            places.append(_only(held, side))
             held = set()
         held.add(place)
-    places.append(_only(held, side, name))
-    return _as_growth(places, -(-tree.old // side), side, name)
+    places.append(_only(held, side))
+    return _as_growth(places, -(-tree.old // side), side)
 
 
 def _places(found: Sequence[Run], side: int) -> Iterator[Place]:
@@ -71,16 +75,16 @@ def _places(found: Sequence[Run], side: int) -> Iterator[Place]:
             yield from ((old // side, run.scale) for _ in range(run.each))
 
 
-def _only(held: set[Place], side: int, name: str) -> Place:
+def _only(held: set[Place], side: int) -> Place:
     if len(held) > 1:
         raise UnfitGridError(
-            f"tensor '{printable(name)}': a block of {side} would hold values of two blocks of its {GRID[1:]}, each with a number "
+            f"a block of {side} would hold values of two blocks of its {GRID[1:]}, each with a number "
             "of its own; use --layout tile, or grow other axes"
         )
     return next(iter(held))
 
 
-def _as_growth(places: list[Place], old: int, side: int, name: str) -> Growth:
+def _as_growth(places: list[Place], old: int, side: int) -> Growth:
     """The sequence of old blocks as a growth tree."""
     scales = {scale for _, scale in places}
     numbers = [number for number, _ in places]
@@ -94,10 +98,8 @@ def _as_growth(places: list[Place], old: int, side: int, name: str) -> Growth:
     for number in range(old):
         own = [place for place in places if place[0] == number]
         if len(set(own)) != 1:
-            raise UnfitGridError(f"tensor '{printable(name)}': parts with factors of their own share a block of {side}")
+            raise UnfitGridError(f"parts with factors of their own share a block of {side}")
         parts.append(Copies(1, len(own), False, own[0][1]))
     if numbers != sorted(numbers):
-        raise UnfitGridError(
-            f"tensor '{printable(name)}': rows of {side} cannot be laid so block by block; use --layout interleave"
-        )
+        raise UnfitGridError(f"rows of {side} cannot be laid so block by block; use --layout interleave")
     return Laid(tuple(parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -197,19 +197,20 @@ def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, int]) -> str
     )
 
 
-def position_axes(architecture: ArchitectureMap, condition: Callable[[ast.expr], bool]) -> dict[str, set[str]]:
-    """The axes that rotary angles, ALiBi slopes or sinusoids stand on, by kind, with the axes those are computed from.
-
-    `condition` decides `x if c else y`.
-    """
-    found: dict[str, set[str]] = {}
+def position_calls(architecture: ArchitectureMap, condition: Callable[[ast.expr], bool]) -> Iterator[tuple[str, str]]:
+    """The axes that rotary angles, ALiBi slopes or sinusoids stand on, each with its kind; `condition` decides `x if c else y`."""
     for space in architecture.spaces.values():
         for node in _taken(space.formula.tree, condition) if space.formula else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in POSITIONS:
-                for argument in node.args:
-                    axis = architecture.axis_of(dotted(argument))
-                    if axis is not None:
-                        found.setdefault(node.func.id, set()).update(_roots(architecture, axis.name))
+                axes = (architecture.axis_of(dotted(argument)) for argument in node.args)
+                yield from ((node.func.id, axis.name) for axis in axes if axis is not None)
+
+
+def position_axes(architecture: ArchitectureMap, calls: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """The axes of `calls` by kind, with the axes those are computed from."""
+    found: dict[str, set[str]] = {}
+    for kind, axis in calls:
+        found.setdefault(kind, set()).update(_roots(architecture, axis))
     return found
 
 
@@ -228,5 +229,5 @@ def _roots(architecture: ArchitectureMap, name: str) -> set[str]:
     axis = architecture.axes[name]
     if name == architecture.growth.head_dim or not axis.computed or axis.size is None:
         return {name}
-    inner = {word for word, _, _ in axis.size.names() if word in architecture.axes}
+    inner = {word for word in axis.size.words if word in architecture.axes}
     return set().union(*(_roots(architecture, word) for word in inner)) if inner else {name}

@@ -113,8 +113,7 @@ class FormulaReader:
         return self.reading
 
     def applies(self, name: str, formula: Formula, present: set[str]) -> bool:
-        inner = {word for word, _, called in formula.names() if not called and word in self.architecture.spaces}
-        others = inner - {name}
+        others = {word for word in formula.words if word in self.architecture.spaces} - {name}
         return others <= present and (name in present or bool(others))
 
     def as_norm(self, node: ast.expr, name: str) -> bool:

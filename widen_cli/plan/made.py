@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from widen_cli.dimensions import Copies, scaled
+from widen_cli.dimensions import Copies
 from widen_cli.map_rules import ArchitectureMap, name_pattern
 from widen_cli.plan.result import Ones, TensorPlan
-from widen_cli.scales import ONE, Scale
+from widen_cli.scales import Scale
 
 
 def with_scalars(architecture: ArchitectureMap, plans: Sequence[TensorPlan]) -> tuple[TensorPlan, ...]:
@@ -26,8 +26,7 @@ def with_scalars(architecture: ArchitectureMap, plans: Sequence[TensorPlan]) -> 
             continue
         scalar, pattern = found
         (factor,) = plan.scales
-        bare = tuple(scaled(growth, ONE) for growth in plan.growth or ())
-        result.append(replace(plan, growth=bare, scale=ONE))
+        result.append(plan.without_factors)
         if scalar in names:
             moved[scalar] = factor
         else:
@@ -44,18 +43,11 @@ def _scalar(scalars: Mapping[str, str], plan: TensorPlan) -> tuple[str, str] | N
         return None
     for weight, scalar in scalars.items():
         if found := name_pattern(weight).fullmatch(plan.source.name):
-            parts = iter(found.groups())
-            return "".join(next(parts) if piece == "*" else piece for piece in _pieces(scalar)), scalar
+            name = scalar
+            for part in found.groups():
+                name = name.replace("*", part, 1)
+            return name, scalar
     return None
-
-
-def _pieces(pattern: str) -> list[str]:
-    """The pattern cut so that every `*` stands alone."""
-    pieces: list[str] = []
-    for number, piece in enumerate(pattern.split("*")):
-        pieces += ["*"] if number else []
-        pieces.append(piece)
-    return pieces
 
 
 def with_divisors(

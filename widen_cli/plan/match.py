@@ -15,6 +15,8 @@ from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie, name_pattern
 
 MISSING_SHOWN = 8
+WITH_BASE = "merge it into its base first, or give its base with --base"
+LORA = f"a LoRA adapter and no model; {WITH_BASE}"
 GRID = "_scale_inv"  # the name of a block-scaled FP8 weight's scales, behind its own
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 
@@ -302,8 +304,8 @@ def report_strangers(faults: Faults, file: str, architecture: ArchitectureMap, m
 
 _KNOWN_KINDS = {
     "weight_scale_inv": "block-scaled FP8, a weight that means nothing without its scale; dequantise the model first",
-    "lora_A": "a LoRA adapter and no model; merge it into its base first, or give its base with --base",
-    "lora_B": "a LoRA adapter and no model; merge it into its base first, or give its base with --base",
+    "lora_A": LORA,
+    "lora_B": LORA,
     ".qweight": "packed GPTQ or AWQ weights, which must not be repeated; use the unquantised model",
     "_proj_blocks": "MXFP4 weights, packed; save the model dequantised from transformers (Mxfp4Config(dequantize=True)) first",
     "_proj_scales": "scales of MXFP4 weights, packed; save the model dequantised from transformers first",

@@ -9,28 +9,18 @@ from typing import Any
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.changes import ConfigChanges, wide_sizes
+from widen_cli.plan.changes import ConfigChanges
+from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.grids import UnfitGridError, block_size, with_grid
-from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes
+from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
 from widen_cli.plan.layouts import Arrangement, arrange
 from widen_cli.plan.made import with_divisors, with_scalars
-from widen_cli.plan.match import (
-    MISSING_SHOWN,
-    Match,
-    StoredHeader,
-    common_prefix,
-    config_lookup,
-    match_tensors,
-    missing_tensors,
-    report_strangers,
-    surplus_layers,
-)
+from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.result import Plan, TensorPlan
-from widen_cli.plan.rotary import Rotary, base_changes, divisors, rotary_axes, rotary_method
-from widen_cli.plan.sizes import Sizes, resolve_sizes
+from widen_cli.plan.rotary import Rotary, base_changes, divisors, rotary_method
+from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.plan.written import WrittenTypes
@@ -62,70 +52,17 @@ def make_plan(
     match = match_tensors(architecture, tensors, config, request.root)
     faults = Faults()
     with faults:
-        sizes = _check_input(architecture, match, tensors, config, request, faults)
-    positions = position_axes(architecture, lambda node: config_condition(architecture, config, node))
+        sizes = check_input(architecture, match, tensors, config, printable(request.file), faults)
+    calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
+    positions = position_axes(architecture, calls)
     method = rotary_method(architecture, config, request.rope)
     fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
     by_heads = _by_heads(architecture, match, positions, request.types)
     growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed)
-    _check_requirements(architecture, sizes, growth, request.file)
-    axes = rotary_axes(architecture)
+    check_requirements(architecture, sizes, growth.factors, printable(request.file))
+    axes = frozenset(axis for kind, axis in calls if kind == "rope")
     rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
     return _Planner(architecture, match, sizes, growth, config, request, rotary).plan(tensors)
-
-
-def check_names(architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, file: str) -> None:
-    """Raises WidenError for weights that no rule of the map names; of an incomplete model that is all that can be asked."""
-    with Faults() as faults:
-        report_strangers(faults, printable(file), architecture, match_tensors(architecture, tensors, config))
-
-
-def _check_input(
-    architecture: ArchitectureMap,
-    match: Match,
-    tensors: Sequence[StoredHeader],
-    config: ModelConfig,
-    request: PlanRequest,
-    faults: Faults,
-) -> Sizes:
-    file = printable(request.file)
-    _check_supported(architecture, config)
-    if match.strangers and not match.matched and (prefix := common_prefix(architecture, tensors)):
-        raise WidenError(
-            f"{file}: every tensor name starts with '{printable(prefix)}', which '{architecture.architecture}' does not have; "
-            f"the names match without it: give --strip-prefix {printable(prefix)}"
-        )
-    report_strangers(faults, file, architecture, match)
-    missing = missing_tensors(architecture, match, config)
-    for name in missing[:MISSING_SHOWN]:
-        faults.add(
-            f"{file}: tensor '{printable(name)}' is missing; the file is incomplete, or the config belongs to another model"
-        )
-    if len(missing) > MISSING_SHOWN:
-        faults.add(f"{file}: ... and {len(missing) - MISSING_SHOWN} more tensors are missing")
-    shape_faults = Faults()
-    sizes = resolve_sizes(architecture, config, match, shape_faults)
-    for text in shape_faults.texts:
-        faults.add(f"{file}: {text}")
-    return sizes
-
-
-def _check_supported(architecture: ArchitectureMap, config: ModelConfig) -> None:
-    """Raises WidenError where a config value says that the model is of a kind which the map does not speak of."""
-    lookup = config_lookup(architecture, config)
-    for formula in architecture.supports:
-        try:
-            if evaluate(formula, lookup):
-                continue
-        except UnknownValueError:
-            continue
-        except ValueError as error:
-            raise WidenError(f"{printable(config.name)}: its values do not fit what the map asks: {error}") from None
-        told = ", ".join(f"{name} is {config.get(name)!r}" for name, _, called in formula.names() if not called)
-        raise WidenError(
-            f"{printable(config.name)}: {told}, and map '{architecture.architecture}' knows only {formula.text}; "
-            "give --map with a map of your own"
-        )
 
 
 def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
@@ -139,37 +76,6 @@ def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, 
     if any(axis in positions.get("alibi", set()) for axis in architecture.growth.heads):
         return False
     return any((types.dtype or item.tensor.dtype).bits < 32 for item in match.matched)
-
-
-def _check_requirements(architecture: ArchitectureMap, sizes: Sizes, growth: AxisGrowth, file: str) -> None:
-    """Refuses new sizes that the model's own library would refuse."""
-    faults: dict[str, None] = {}
-    wide = wide_sizes(sizes, growth.factors)
-    for formula in architecture.requires:
-        for old, new in zip(sizes.layers(), wide.layers(), strict=True):
-            try:
-                kept = _absent(new, formula) or new.evaluate(formula) or not old.evaluate(formula)
-            except UnknownValueError:
-                continue
-            except ValueError as error:
-                raise WidenError(
-                    f"{printable(file)}: the map's requirement {formula.text} cannot be decided: {error}"
-                ) from None
-            if not kept:
-                told = ", ".join(
-                    f"{name} {new.known[name]}" for name, _, _ in sorted(formula.names()) if name in new.known
-                )
-                faults[
-                    f"{printable(file)}: the wide model would have {told}, and '{architecture.architecture}' needs "
-                    f"{formula.text}; choose other factors with --grow"
-                ] = None
-    if faults:
-        raise WidenError(*faults)
-
-
-def _absent(sizes: Sizes, formula: Formula) -> bool:
-    """Whether a layer has none of what a requirement speaks of, such as heads."""
-    return any(sizes.known.get(name) == 0 for name, _, _ in formula.names())
 
 
 class _Planner:
@@ -308,12 +214,12 @@ class _Planner:
         builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first)
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
-        grids = list(self.match.grids.values())
+        grids = {grid.name for grid in self.match.grids.values()}
         planned: list[TensorPlan] = []
         unknown: dict[str, str] = {}
         unfit = Faults()
         for tensor in tensors:
-            if tensor in grids:
+            if tensor.name in grids:
                 continue
             if tensor.name in carried:
                 planned.append(TensorPlan(tensor, (tensor.name,), tensor.name, tensor.dtype))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from widen_cli.blocks import block_type
-from widen_cli.dimensions import Growth, leaf_scales
+from widen_cli.dimensions import Growth, leaf_scales, scaled
 from widen_cli.dtypes import STORED, DType
 from widen_cli.plan.match import StoredHeader
-from widen_cli.scales import Scale
+from widen_cli.scales import ONE, Scale
 
 EXACT, ROUNDS, DEPENDS = "exact", "rounds", "depends on values"
 
@@ -50,6 +50,11 @@ class TensorPlan:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.source.shape if self.growth is None else tuple(growth.new for growth in self.growth)
+
+    @property
+    def without_factors(self) -> TensorPlan:
+        """The same copies with no factor on any value."""
+        return replace(self, growth=tuple(scaled(tree, ONE) for tree in self.growth or ()), scale=ONE)
 
     @property
     def scales(self) -> tuple[Scale, ...]:
@@ -112,8 +117,6 @@ class TensorPlan:
 
 # Which types hold every value of another: significand bits and exponent bits.
 _FORMAT = {"F64": (53, 11), "F32": (24, 8), "F16": (11, 5), "BF16": (8, 8), "F8_E4M3": (4, 4), "F8_E5M2": (3, 5)}
-
-
 # The significand bits of the scales that blocks keep, by the kind of a ScaleField.
 _SCALE_BITS = {"F16": 11, "F16_NIBBLES": 11, "F32": 24, "UE4M3": 4, "E8M0": 1}
 

@@ -8,15 +8,12 @@ divides frequencies by give each of them the old one's angle.
 
 from __future__ import annotations
 
-import ast
-import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from widen_cli.config import ModelConfig
+from widen_cli.config import ModelConfig, is_number
 from widen_cli.errors import WidenError, printable
-from widen_cli.formulas import Formula, UnknownValueError, dotted, evaluate
+from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.match import config_lookup
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
@@ -40,18 +37,6 @@ class Rotary:
         if self.factor == 1 or axis not in self.axes:
             return otherwise
         return self.method == "theta"
-
-
-def rotary_axes(architecture: ArchitectureMap) -> frozenset[str]:
-    """The axes of the spaces that `rope(...)` stands on."""
-    return frozenset(axis.name for name in _rotated(architecture) if (axis := architecture.axis_of(name)))
-
-
-def _rotated(architecture: ArchitectureMap) -> Iterator[str]:
-    for space in architecture.spaces.values():
-        for node in ast.walk(space.formula.tree) if space.formula else ():
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "rope":
-                yield dotted(node.args[0])
 
 
 def rotary_method(architecture: ArchitectureMap, config: ModelConfig, asked: str | None) -> str | None:
@@ -99,8 +84,7 @@ def base_changes(architecture: ArchitectureMap, config: ModelConfig, rotary: Rot
 def _base(architecture: ArchitectureMap, config: ModelConfig, key: str) -> float:
     """The base that a key holds, or the map's default; WidenError where it is no positive number."""
     base = config.get(key, architecture.defaults.get(key))
-    number = not isinstance(base, bool) and isinstance(base, int | float)
-    if not number or not 0 < base < math.inf:
+    if not is_number(base) or base <= 0:
         raise WidenError(f"{printable(config.name)}: {key} is {base!r}, where a positive number is needed")
     return float(base)
 

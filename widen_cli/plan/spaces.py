@@ -121,14 +121,7 @@ class SpaceScales:
                 name
                 for name, space in self.architecture.spaces.items()
                 if space.formula
-                and (
-                    inner := {
-                        word
-                        for word, _, called in space.formula.names()
-                        if not called and word in self.architecture.spaces
-                    }
-                    - {name}
-                )
+                and (inner := {word for word in space.formula.words if word in self.architecture.spaces} - {name})
                 and inner <= present
             }
             if derived <= present:
@@ -193,11 +186,13 @@ class SpaceScales:
 
     def is_there(self, name: str) -> bool:
         """Whether a tensor writes a space, or it comes out of others that are there, as of a norm without a gain."""
+        if name in self.written():
+            return True
         space = self.architecture.spaces.get(name)
-        if name in self.written() or space is None or space.formula is None:
-            return name in self.written()
+        if space is None or space.formula is None:
+            return False
         known = {*self.architecture.spaces, *self.architecture.axes}
-        inner = {word for word, _, called in space.formula.names() if not called and word in known} - {name}
+        inner = {word for word in space.formula.words if word in known} - {name}
         return bool(inner) and inner <= self.present()
 
     def rule(self, pattern: str) -> TensorRule:

@@ -202,22 +202,19 @@ def _first_path(terms: tuple[Term, ...]) -> tuple[str, ...]:
 
 def block_reasons(planned: Iterable[TensorPlan]) -> list[str]:
     """Why tensors of quantised blocks cannot be written as planned; by sizes alone."""
-    reasons = []
-    for plan in planned:
-        if plan.source.dtype.kind != "blocks" or not plan.growth:
-            continue
-        kind, row = block_type(plan.source.dtype.name), plan.growth[-1]
-        if plan.dtype.kind != "blocks":
-            reasons += [
-                f"tensor '{printable(plan.source.name)}': {reason}" for reason in [can_dequantize(kind)] if reason
-            ]
-            continue
-        reason = can_widen(kind, row)
-        factors = {plan.scale * leaf for leaf in leaf_scales(row)}
-        if reason is None and len(factors) > 1:
-            reason = f"{plan.dtype.name}: a row's blocks cannot take several factors"
-        for scale in plan.scales if reason is None else ():
-            reason = reason or can_scale(kind, scale)
-        if reason is not None:
-            reasons.append(f"tensor '{printable(plan.source.name)}': {reason}")
-    return reasons
+    reasons = ((plan, _block_reason(plan, plan.growth[-1])) for plan in planned if plan.growth)
+    return [f"tensor '{printable(plan.source.name)}': {reason}" for plan, reason in reasons if reason is not None]
+
+
+def _block_reason(plan: TensorPlan, row: Growth) -> str | None:
+    """The same of one tensor, None where it can be written or has no blocks."""
+    if plan.source.dtype.kind != "blocks":
+        return None
+    kind = block_type(plan.source.dtype.name)
+    if plan.dtype.kind != "blocks":
+        return can_dequantize(kind)
+    if (reason := can_widen(kind, row)) is not None:
+        return reason
+    if len({plan.scale * leaf for leaf in leaf_scales(row)}) > 1:
+        return f"{plan.dtype.name}: a row's blocks cannot take several factors"
+    return next((reason for scale in plan.scales if (reason := can_scale(kind, scale)) is not None), None)

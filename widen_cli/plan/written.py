@@ -34,10 +34,6 @@ class WrittenTypes:
             return stored
         return asked if stored.kind == "blocks" or stored.bits < asked.bits else stored
 
-    @property
-    def dequantizes(self) -> bool:
-        return self.dequantize is not None
-
 
 def is_embedding(architecture: ArchitectureMap, rule: TensorRule) -> bool:
     """Whether a rule is of a table that is looked up: `vocab -> hidden`, read by numbers and written to the stream."""

@@ -1,0 +1,108 @@
+"""What speaks against an input, or against new sizes, before anything is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from widen_cli.config import ModelConfig
+from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.formulas import Formula, UnknownValueError, evaluate
+from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.changes import wide_sizes
+from widen_cli.plan.match import (
+    MISSING_SHOWN,
+    Match,
+    StoredHeader,
+    common_prefix,
+    config_lookup,
+    match_tensors,
+    missing_tensors,
+    report_strangers,
+)
+from widen_cli.plan.sizes import Sizes, resolve_sizes
+
+
+def check_names(
+    architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, file: str, root: str = ""
+) -> None:
+    """Raises WidenError for weights that no rule of the map names; of an incomplete model that is all that can be asked.
+
+    `root` stands in front of all names that the map knows.
+    """
+    with Faults() as faults:
+        report_strangers(faults, printable(file), architecture, match_tensors(architecture, tensors, config, root))
+
+
+def check_input(
+    architecture: ArchitectureMap,
+    match: Match,
+    tensors: Sequence[StoredHeader],
+    config: ModelConfig,
+    file: str,
+    faults: Faults,
+) -> Sizes:
+    """The sizes of the axes, with a fault for whatever of the input does not fit the map; `file` is its name in messages."""
+    _check_supported(architecture, config)
+    if match.strangers and not match.matched and (prefix := common_prefix(architecture, tensors)):
+        raise WidenError(
+            f"{file}: every tensor name starts with '{printable(prefix)}', which '{architecture.architecture}' does not have; "
+            f"the names match without it: give --strip-prefix {printable(prefix)}"
+        )
+    report_strangers(faults, file, architecture, match)
+    missing = missing_tensors(architecture, match, config)
+    for name in missing[:MISSING_SHOWN]:
+        faults.add(
+            f"{file}: tensor '{printable(name)}' is missing; the file is incomplete, or the config belongs to another model"
+        )
+    if len(missing) > MISSING_SHOWN:
+        faults.add(f"{file}: ... and {len(missing) - MISSING_SHOWN} more tensors are missing")
+    shape_faults = Faults()
+    sizes = resolve_sizes(architecture, config, match, shape_faults)
+    for text in shape_faults.texts:
+        faults.add(f"{file}: {text}")
+    return sizes
+
+
+def _check_supported(architecture: ArchitectureMap, config: ModelConfig) -> None:
+    """Raises WidenError where a config value says that the model is of a kind which the map does not speak of."""
+    lookup = config_lookup(architecture, config)
+    for formula in architecture.supports:
+        try:
+            if evaluate(formula, lookup):
+                continue
+        except UnknownValueError:
+            continue
+        except ValueError as error:
+            raise WidenError(f"{printable(config.name)}: its values do not fit what the map asks: {error}") from None
+        told = ", ".join(f"{name} is {config.get(name)!r}" for name in formula.words)
+        raise WidenError(
+            f"{printable(config.name)}: {told}, and map '{architecture.architecture}' knows only {formula.text}; "
+            "give --map with a map of your own"
+        )
+
+
+def check_requirements(architecture: ArchitectureMap, sizes: Sizes, factors: dict[str, int], file: str) -> None:
+    """Refuses new sizes that the model's own library would refuse."""
+    faults: dict[str, None] = {}
+    wide = wide_sizes(sizes, factors)
+    for formula in architecture.requires:
+        for old, new in zip(sizes.layers(), wide.layers(), strict=True):
+            try:
+                kept = _lacks(new, formula) or new.evaluate(formula) or not old.evaluate(formula)
+            except UnknownValueError:
+                continue
+            except ValueError as error:
+                raise WidenError(f"{file}: the map's requirement {formula.text} cannot be decided: {error}") from None
+            if not kept:
+                told = ", ".join(f"{name} {new.known[name]}" for name in sorted(formula.words) if name in new.known)
+                faults[
+                    f"{file}: the wide model would have {told}, and '{architecture.architecture}' needs "
+                    f"{formula.text}; choose other factors with --grow"
+                ] = None
+    if faults:
+        raise WidenError(*faults)
+
+
+def _lacks(sizes: Sizes, formula: Formula) -> bool:
+    """Whether a layer has none of what a requirement speaks of, such as heads."""
+    return any(sizes.known.get(name) == 0 for name in formula.words)
