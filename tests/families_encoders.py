@@ -8,30 +8,19 @@ from typing import Any
 
 import torch
 from families import MODES, Family
-from models import BATCH, EPS, POSITIONS, VOCAB, Variant, fixed_inputs
+from models import BATCH, BERT, EPS, POSITIONS, VOCAB, Variant, fixed_inputs
 from transformers import PreTrainedConfig
 
 _LABELS = {"num_labels": 5}
 _UNTIED = {"tie_word_embeddings": False}
 
-# What BERT and its relatives call their sizes.
-_BERT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 36,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 50,
-    "max_position_embeddings": POSITIONS,
-    "type_vocab_size": 2,
-    "layer_norm_eps": EPS,
-}
 _BERT_GROWTHS = (
     "hidden=2,intermediate=3,heads=2",
     "hidden=3,intermediate=2,heads=3",
     "hidden=2,head_dim=2",
 )
 # Roberta's positions begin behind the padding token.
-_ROBERTA = {**_BERT, "max_position_embeddings": POSITIONS + 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+_ROBERTA = {**BERT, "max_position_embeddings": POSITIONS + 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 _LITERAL = "in the code: s(hidden) = 1"
 _TRANSFORM_EPS = "one layer_norm_eps serves the norms of hidden and transformed"
 
@@ -87,7 +76,7 @@ _DISTILBERT = {
     "max_position_embeddings": POSITIONS,
 }
 _LIN = ("out_lin", "lin2")
-_ELECTRA = {**_BERT, "embedding_size": 24}
+_ELECTRA = {**BERT, "embedding_size": 24}
 _ELECTRA_GROWTHS = (
     "hidden=2,embedding=2,intermediate=3,heads=2",
     "hidden=3,embedding=3,intermediate=2,heads=3",
@@ -95,7 +84,7 @@ _ELECTRA_GROWTHS = (
 )
 _APART = "hidden=3,embedding=2,intermediate=2,heads=3"  # one epsilon serves both
 _EMBEDDING_EPS = "one layer_norm_eps serves the norms of hidden and words"
-_ALBERT = {**_BERT, "embedding_size": 24, "num_hidden_groups": 1}
+_ALBERT = {**BERT, "embedding_size": 24, "num_hidden_groups": 1}
 _ROTARY_GROWTHS = ("hidden=2,intermediate=3,heads=2", "hidden=3,intermediate=2,heads=3")
 _MODERNBERT = {
     "vocab_size": VOCAB,
@@ -116,7 +105,7 @@ _MODERNBERT = {
 _MODERNBERT_BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 _MODERNBERT_SMALL = (".Wo.", "out_proj", "o_proj", "down_proj")
 _DEBERTA = {
-    **_BERT,
+    **BERT,
     "type_vocab_size": 0,
     "relative_attention": True,
     "position_buckets": 8,
@@ -481,10 +470,10 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "nomic_bert",
         {
-            "nomic_bert": Variant("NomicBertModel", _BERT, small=_MODERNBERT_SMALL),
-            "nomic_bert_mlm": Variant("NomicBertForMaskedLM", _BERT),
-            "nomic_bert_classification": Variant("NomicBertForSequenceClassification", {**_BERT, **_LABELS}),
-            "nomic_bert_token_classification": Variant("NomicBertForTokenClassification", {**_BERT, **_LABELS}),
+            "nomic_bert": Variant("NomicBertModel", BERT, small=_MODERNBERT_SMALL),
+            "nomic_bert_mlm": Variant("NomicBertForMaskedLM", BERT),
+            "nomic_bert_classification": Variant("NomicBertForSequenceClassification", {**BERT, **_LABELS}),
+            "nomic_bert_token_classification": Variant("NomicBertForTokenClassification", {**BERT, **_LABELS}),
         },
         _ROTARY_GROWTHS,
         refused=_both(_TRANSFORM_EPS, "nomic_bert_mlm"),
@@ -528,8 +517,8 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "bert-decoder",
         {
-            "bert_cross": Variant("BertModel", {**_BERT, **_DECODER}, _encoded),
-            "bert_cross_lm": Variant("BertLMHeadModel", {**_BERT, **_DECODER}, _encoded),
+            "bert_cross": Variant("BertModel", {**BERT, **_DECODER}, _encoded),
+            "bert_cross_lm": Variant("BertLMHeadModel", {**BERT, **_DECODER}, _encoded),
             "roberta_cross": Variant("RobertaModel", {**_ROBERTA, **_DECODER}, _encoded),
         },
         _BERT_GROWTHS,

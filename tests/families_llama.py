@@ -7,27 +7,14 @@ from typing import Any
 import torch
 import transformers
 from families import Family
-from models import EPS, POSITIONS, VOCAB, Variant, fixed_inputs
+from models import EPS, LLAMA, VOCAB, Variant, fixed_inputs
 
 _SMALL = ("o_proj", "down_proj", "w2", "output_linear")
 _ROPE = {"head_dim=2": "rotary angles depend on the head size"}
 _UNTIED = {"tie_word_embeddings": False}
 _TIED = {"tie_word_embeddings": True}
 _LABELS = {"num_labels": 5}
-_BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 36,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": POSITIONS,
-    "rms_norm_eps": EPS,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    **_UNTIED,
-}
+_BASE: dict[str, Any] = {**LLAMA, "bos_token_id": 1, "eos_token_id": 2}
 _GROWN = (
     "hidden=2,intermediate=3,heads=2,kv_heads=1",
     "intermediate=3",
@@ -37,14 +24,7 @@ _GROWN = (
 
 
 def _variant(model_class: str, base: dict[str, Any], **changes: Any) -> Variant:
-    experts = any("experts" in key for key in base)
-    return Variant(model_class, {**base, **changes}, inputs=_for_experts if experts else None, small=_SMALL)
-
-
-def _for_experts(config: transformers.PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """The fixed inputs; on the way the model is told to run its experts in plain torch, as the fused kernels lack float64."""
-    config._experts_implementation = "eager"
-    return fixed_inputs(config)
+    return Variant(model_class, {**base, **changes}, small=_SMALL)
 
 
 _NO_EPS = {key: value for key, value in _BASE.items() if key != "rms_norm_eps"}

@@ -95,12 +95,6 @@ def _tokens(config: transformers.PreTrainedConfig) -> dict[str, torch.Tensor]:
     return fixed_inputs(SimpleNamespace(**sizes))
 
 
-def _plain_experts(config: transformers.PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """The fixed batch; experts are then run one by one, since the grouped product knows no float64."""
-    config._experts_implementation = "eager"
-    return fixed_inputs(config)
-
-
 _FALCON = {
     **{key: value for key, value in _BASE.items() if key != "intermediate_size"},
     "num_attention_heads": 6,
@@ -531,19 +525,14 @@ _JAMBA = {
 JAMBA = Family(
     "jamba",
     {
-        "jamba": Variant("JambaForCausalLM", _JAMBA, inputs=_plain_experts, small=_SMALL),
+        "jamba": Variant("JambaForCausalLM", _JAMBA, small=_SMALL),
         "jamba_tied": Variant(
             "JambaForCausalLM",
             {**_JAMBA, "tie_word_embeddings": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
-            inputs=_plain_experts,
             small=_SMALL,
         ),
-        "jamba_base": Variant(
-            "JambaModel", {**_JAMBA, "mamba_dt_rank": "auto", "hidden_act": "relu"}, inputs=_plain_experts, small=_SMALL
-        ),
-        "jamba_classification": Variant(
-            "JambaForSequenceClassification", {**_JAMBA, **_LABELS}, inputs=_plain_experts, small=_SMALL
-        ),
+        "jamba_base": Variant("JambaModel", {**_JAMBA, "mamba_dt_rank": "auto", "hidden_act": "relu"}, small=_SMALL),
+        "jamba_classification": Variant("JambaForSequenceClassification", {**_JAMBA, **_LABELS}, small=_SMALL),
     },
     growths=(
         "hidden=2,intermediate=3,heads=2,kv_heads=1",

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -36,16 +37,27 @@ def log_probabilities(model: Path, prompts: Sequence[Prompt]) -> LogProbabilitie
 
     Raises LlamaCppError where the model does not run.
     """
+    return in_child(__file__, model, prompts)["logs"]
+
+
+def in_child(
+    script: str, model: Path, prompts: Sequence[Prompt], seconds: int = SECONDS
+) -> dict[str, npt.NDArray[Any]]:
+    """The arrays that `script` saves when it is run with a model and an answer file, the prompts on its standard input.
+
+    Raises LlamaCppError where it ends without an answer.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer.npy")
+        answer = Path(folder, "answer.npz")
         done = subprocess.run(
-            [sys.executable, __file__, str(model), str(answer)],
-            input=json.dumps(list(prompts)), capture_output=True, text=True, errors="replace", timeout=SECONDS,
+            [sys.executable, script, str(model), str(answer)],
+            input=json.dumps(list(prompts)), capture_output=True, text=True, errors="replace", timeout=seconds,
             env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # it would call gdb, which hides the message
         )  # fmt: skip
         if done.returncode != 0 or not answer.exists():
             raise LlamaCppError(f"{model.name}: exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-        return np.load(answer)
+        with np.load(answer) as saved:
+            return dict(saved)
 
 
 def difference(one: LogProbabilities, other: LogProbabilities) -> float:
@@ -54,8 +66,8 @@ def difference(one: LogProbabilities, other: LogProbabilities) -> float:
     return float(np.abs(one - other).max())
 
 
-def _serve(model: str, answer: str) -> None:
-    """The child: loads the model, asks for every prompt of standard input, and leaves without tearing llama.cpp down."""
+def started(model: str, **settings: Any) -> Any:
+    """In the child: llama.cpp's server with a model loaded. It stops when nothing refers to it."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -67,25 +79,45 @@ def _serve(model: str, answer: str) -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = THREADS
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = xllamacpp.Server(params)
-    rows = [_next_token(server.listening_address, prompt) for prompt in json.load(sys.stdin)]
-    np.save(answer, np.stack(rows))
+    for name, value in settings.items():
+        setattr(params, name, value)
+    return xllamacpp.Server(params)
+
+
+def posted(server: Any, path: str, request: dict[str, Any], seconds: int = SECONDS) -> Any:
+    """In the child: what the server answers to a request, both JSON."""
+    connection = http.client.HTTPConnection(urlsplit(server.listening_address).netloc, timeout=seconds)
+    connection.request("POST", path, json.dumps(request), {"Content-Type": "application/json"})
+    return json.loads(connection.getresponse().read())
+
+
+def completed(server: Any, request: dict[str, Any], seconds: int = SECONDS) -> dict[str, Any]:
+    """In the child: a completion of temperature 0 with probabilities.
+
+    `samplers` cuts nothing off: the probabilities are those before sampling.
+    """
+    settled = {"temperature": 0, "samplers": ["temperature"], **request}
+    reply: dict[str, Any] = posted(server, "/completion", settled, seconds)
+    if "completion_probabilities" not in reply:
+        raise SystemExit(f"no probabilities: {json.dumps(reply)[:1000]}")
+    return reply
+
+
+def leave(answer: str, **arrays: npt.ArrayLike) -> NoReturn:
+    """In the child: saves the answer and ends without tearing llama.cpp down."""
+    np.savez(answer, **arrays)
     sys.stderr.flush()
     os._exit(0)
 
 
-def _next_token(address: str, prompt: Prompt) -> LogProbabilities:
-    # `samplers` cuts nothing off: the probabilities are those before sampling.
-    request = {
-        "prompt": prompt, "n_predict": 1, "n_probs": EVERY_TOKEN,
-        "temperature": 0, "samplers": ["temperature"], "cache_prompt": False,
-    }  # fmt: skip
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=SECONDS)
-    connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
-    reply = json.loads(connection.getresponse().read())
-    if "completion_probabilities" not in reply:
-        raise SystemExit(f"no probabilities: {json.dumps(reply)[:1000]}")
-    tokens = reply["completion_probabilities"][0]["top_logprobs"]
+def _serve(model: str, answer: str) -> None:
+    server = started(model)
+    leave(answer, logs=np.stack([_next_token(server, prompt) for prompt in json.load(sys.stdin)]))
+
+
+def _next_token(server: Any, prompt: Prompt) -> LogProbabilities:
+    request = {"prompt": prompt, "n_predict": 1, "n_probs": EVERY_TOKEN, "cache_prompt": False}
+    tokens = completed(server, request)["completion_probabilities"][0]["top_logprobs"]
     row = np.full(len(tokens), np.nan)
     for token in tokens:
         # JSON has no NaN: llama.cpp writes null.

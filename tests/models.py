@@ -47,7 +47,7 @@ class Variant:
         return getattr(transformers, self.model_class).config_class(**self.config)
 
 
-_BERT = {
+BERT = {
     "vocab_size": VOCAB,
     "hidden_size": 36,
     "num_hidden_layers": 2,
@@ -68,7 +68,7 @@ _GPT2 = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_LLAMA = {
+LLAMA = {
     "vocab_size": VOCAB,
     "hidden_size": 36,
     "intermediate_size": 50,
@@ -92,14 +92,14 @@ _LABELS = {"num_labels": 5}
 _TIED = {"tie_word_embeddings": True}
 
 VARIANTS: dict[str, Variant] = {
-    "bert": Variant("BertModel", _BERT),
-    "bert_mlm": Variant("BertForMaskedLM", _BERT),
-    "bert_mlm_untied": Variant("BertForMaskedLM", {**_BERT, "tie_word_embeddings": False}),
-    "bert_pretraining": Variant("BertForPreTraining", _BERT),
-    "bert_classification": Variant("BertForSequenceClassification", {**_BERT, **_LABELS}),
-    "bert_relu": Variant("BertModel", {**_BERT, "hidden_act": "relu"}),
-    "bert_token_classification": Variant("BertForTokenClassification", {**_BERT, **_LABELS}),
-    "bert_qa": Variant("BertForQuestionAnswering", _BERT),
+    "bert": Variant("BertModel", BERT),
+    "bert_mlm": Variant("BertForMaskedLM", BERT),
+    "bert_mlm_untied": Variant("BertForMaskedLM", {**BERT, "tie_word_embeddings": False}),
+    "bert_pretraining": Variant("BertForPreTraining", BERT),
+    "bert_classification": Variant("BertForSequenceClassification", {**BERT, **_LABELS}),
+    "bert_relu": Variant("BertModel", {**BERT, "hidden_act": "relu"}),
+    "bert_token_classification": Variant("BertForTokenClassification", {**BERT, **_LABELS}),
+    "bert_qa": Variant("BertForQuestionAnswering", BERT),
     "gpt2": Variant("GPT2LMHeadModel", _GPT2),
     "gpt2_base": Variant("GPT2Model", _GPT2),
     "gpt2_untied": Variant("GPT2LMHeadModel", {**_GPT2, "tie_word_embeddings": False}),
@@ -107,19 +107,19 @@ VARIANTS: dict[str, Variant] = {
     "gpt2_unscaled": Variant("GPT2LMHeadModel", {**_GPT2, "scale_attn_weights": False}),
     "gpt2_layer_scaled": Variant("GPT2LMHeadModel", {**_GPT2, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2_classification": Variant("GPT2ForSequenceClassification", {**_GPT2, **_LABELS}),
-    "llama": Variant("LlamaForCausalLM", _LLAMA),
-    "llama_tied": Variant("LlamaForCausalLM", {**_LLAMA, **_TIED}),
-    "llama_base": Variant("LlamaModel", _LLAMA),
-    "llama_biases": Variant("LlamaForCausalLM", {**_LLAMA, "attention_bias": True, "mlp_bias": True}),
-    "llama_mha": Variant("LlamaForCausalLM", {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3}),
-    "llama_gqa": Variant("LlamaForCausalLM", {**_LLAMA, "num_key_value_heads": 2}),
-    "llama_headdim": Variant("LlamaForCausalLM", {**_LLAMA, "hidden_size": 48, "head_dim": 10}),
-    "llama3_rope": Variant("LlamaForCausalLM", {**_LLAMA, "rope_parameters": _LLAMA3_ROPE}),
-    "llama_classification": Variant("LlamaForSequenceClassification", {**_LLAMA, **_LABELS}),
-    "mistral": Variant("MistralForCausalLM", {**_LLAMA, "hidden_size": 48, "head_dim": 10, "sliding_window": 16}),
-    "mistral_tied": Variant("MistralForCausalLM", {**_LLAMA, **_TIED}),
-    "qwen2": Variant("Qwen2ForCausalLM", {**_LLAMA, "num_key_value_heads": 2}),
-    "qwen2_tied": Variant("Qwen2ForCausalLM", {**_LLAMA, **_TIED, "hidden_size": 48, "head_dim": 10}),
+    "llama": Variant("LlamaForCausalLM", LLAMA),
+    "llama_tied": Variant("LlamaForCausalLM", {**LLAMA, **_TIED}),
+    "llama_base": Variant("LlamaModel", LLAMA),
+    "llama_biases": Variant("LlamaForCausalLM", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama_mha": Variant("LlamaForCausalLM", {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "llama_gqa": Variant("LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 2}),
+    "llama_headdim": Variant("LlamaForCausalLM", {**LLAMA, "hidden_size": 48, "head_dim": 10}),
+    "llama3_rope": Variant("LlamaForCausalLM", {**LLAMA, "rope_parameters": _LLAMA3_ROPE}),
+    "llama_classification": Variant("LlamaForSequenceClassification", {**LLAMA, **_LABELS}),
+    "mistral": Variant("MistralForCausalLM", {**LLAMA, "hidden_size": 48, "head_dim": 10, "sliding_window": 16}),
+    "mistral_tied": Variant("MistralForCausalLM", {**LLAMA, **_TIED}),
+    "qwen2": Variant("Qwen2ForCausalLM", {**LLAMA, "num_key_value_heads": 2}),
+    "qwen2_tied": Variant("Qwen2ForCausalLM", {**LLAMA, **_TIED, "hidden_size": 48, "head_dim": 10}),
 }
 
 
@@ -187,6 +187,8 @@ def outputs(
     """
     with Float64Throughout() if dtype == torch.float64 and throughout else nullcontext():
         model = load(folder, dtype, model_class)
+        # Experts one by one in plain torch: the grouped product knows no float64.
+        model.config._experts_implementation = "eager"
         with torch.inference_mode():
             found = model(**(inputs or fixed_inputs)(model.config))
     return {name: value.double().numpy() for name, value in found.items() if isinstance(value, torch.Tensor)}

@@ -149,7 +149,7 @@ KINDS: dict[str, tuple[str, LoraArguments]] = {
     ),
     "gated, tied, offset gains": ("gemma", {"target_modules": [*ALL["llama"], "embed_tokens"], "modules_to_save": ["norm"]}),
 }  # fmt: skip
-GEMMA = models.Variant("GemmaForCausalLM", {**models._LLAMA, "tie_word_embeddings": True, "head_dim": 6})
+GEMMA = models.Variant("GemmaForCausalLM", {**models.LLAMA, "tie_word_embeddings": True, "head_dim": 6})
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf.quants import dequantize, quantize
+from gguf_oracle import TEXT, GgufFile, Kind, Repeats, Stored, Values, read
 from llama_cpp import LlamaCppError, LogProbabilities, difference, log_probabilities
 
 import widen_cli
@@ -36,9 +37,6 @@ from widen_cli.convert import Job, Report, prepare, run
 from widen_cli.errors import WidenError
 from widen_cli.options import Options
 
-Values = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
-Kind = gguf.GGMLQuantizationType
 Meta = gguf.GGUFValueType
 
 BOUND = 2e-4
@@ -54,89 +52,6 @@ DOUBLED = "hidden=2,intermediate=2,heads=2,kv_heads=2"
 TRIPLED = "hidden=3,intermediate=3,heads=3,kv_heads=3"
 MIXED = "hidden=2,intermediate=3,heads=2,kv_heads=2"
 HEADS_ALONE = "hidden=2,intermediate=3,heads=2,kv_heads=1"
-
-
-# A GGUF file as its format's text says it lies: neither the tool's reader nor gguf-py's.
-
-WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-TEXT, ARRAY = 8, 9
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a file: rows of bytes [rows, bytes], mapped; `shape` with the row's length last."""
-
-    kind: Kind
-    shape: tuple[int, ...]
-    rows: Bytes
-
-    def values(self, rows: Any = slice(None)) -> Values:
-        return dequantize(np.ascontiguousarray(self.rows[rows]), self.kind)
-
-
-@dataclass(frozen=True)
-class GgufFile:
-    """`pairs` are raw: the type's number and the bytes that follow it, at `places` in the file's `data`."""
-
-    data: Bytes
-    pairs: dict[str, tuple[int, bytes]]
-    places: dict[str, int]
-    tensors: dict[str, Stored]
-
-    def number(self, key: str) -> int | float:
-        kind, raw = self.pairs[key]
-        return struct.unpack({4: "<I", 5: "<i", 6: "<f"}[kind], raw)[0]
-
-
-def read(path: Path, mode: str = "r") -> GgufFile:
-    data = np.memmap(path, np.uint8, mode)
-    buffer = memoryview(data)
-    magic, version, tensor_count, pair_count = struct.unpack_from("<4sIQQ", buffer)
-    assert (magic, version) == (b"GGUF", 3)
-    at, pairs, places = 24, {}, {}
-    for _ in range(pair_count):
-        key, at = _text(buffer, at)
-        (kind,) = struct.unpack_from("<I", buffer, at)
-        end = _value_end(buffer, at + 4, kind)
-        assert key not in pairs
-        pairs[key], places[key] = (kind, bytes(buffer[at + 4 : end])), at + 4
-        at = end
-    infos = []
-    for _ in range(tensor_count):
-        name, at = _text(buffer, at)
-        (rank,) = struct.unpack_from("<I", buffer, at)
-        *dims, kind, offset = struct.unpack_from(f"<{rank}QIQ", buffer, at + 4)
-        infos.append((name, Kind(kind), tuple(reversed(dims)), offset))
-        at += 16 + 8 * rank
-    start = at + -at % 32
-    tensors = {name: _stored(data, start + offset, kind, shape) for name, kind, shape, offset in infos}
-    return GgufFile(data, pairs, places, tensors)
-
-
-def _text(buffer: memoryview, at: int) -> tuple[str, int]:
-    (length,) = struct.unpack_from("<Q", buffer, at)
-    return str(buffer[at + 8 : at + 8 + length], "utf-8"), at + 8 + length
-
-
-def _value_end(buffer: memoryview, at: int, kind: int) -> int:
-    if kind == TEXT:
-        return _text(buffer, at)[1]
-    if kind != ARRAY:
-        return at + WIDTHS[kind]
-    element, count = struct.unpack_from("<IQ", buffer, at)
-    at += 12
-    if element in WIDTHS:
-        return at + count * WIDTHS[element]
-    for _ in range(count):
-        at = _value_end(buffer, at, element)
-    return at
-
-
-def _stored(data: Bytes, offset: int, kind: Kind, shape: tuple[int, ...]) -> Stored:
-    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    row = shape[-1] // block * nbytes
-    count = math.prod(shape[:-1])
-    return Stored(kind, shape, data[offset : offset + count * row].reshape(count, row))
 
 
 # What a weight becomes.
@@ -173,31 +88,12 @@ TENSORS = {
 
 
 @dataclass(frozen=True)
-class Law:
-    """Sizes and growth of the axes, the scale of each space, whether copies are tiled, and the spaces read once only."""
+class Law(Repeats):
+    """With the scale of each space, and the spaces read once only."""
 
-    sizes: dict[str, int]
-    growth: dict[str, int]
+    spaces = SPACES
     scales: dict[str, Fraction]
-    tiled: bool
     silent: frozenset[str]
-
-    def copies(self, space: str) -> int:
-        return math.prod(self.growth.get(axis, 1) for axis in SPACES[space])
-
-    def spread(self, array: npt.NDArray[Any], space: str, silent: bool = False) -> npt.NDArray[Any]:
-        """The last axis repeated as the space's axes grow; `silent`: zeros for all copies but the first."""
-        before, names = array.shape[:-1], SPACES[space]
-        array = array.reshape(*before, *(self.sizes[name] for name in names)) if len(names) > 1 else array
-        for axis, name in enumerate(names, start=len(before)):
-            copies = self.growth.get(name, 1)
-            others = [np.zeros_like(array) if silent else array] * (copies - 1)
-            if self.tiled:
-                array = np.concatenate([array, *others], axis)
-            else:
-                array = np.stack([array, *others], axis + 1)
-                array = array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
-        return array.reshape(*before, -1)
 
     def factor(self, written: str, reads: str | None) -> Fraction:
         factor = self.scales[written]
@@ -227,7 +123,7 @@ def law_of(narrow: GgufFile, job: Job, tiled: bool) -> Law:
     if "output.weight" not in narrow.tensors:
         assert scales["final"] * growth["hidden"] * scales["hidden"] == 1
     silent = frozenset({"attended", "product"} if job.plan.mode == "quiet" else ())
-    return Law(sizes, growth, scales, tiled, silent)
+    return Law(sizes, growth, tiled, scales, silent)
 
 
 def check_tensor(name: str, narrow: Stored, wide: Stored, law: Law, rounded: bool) -> None:

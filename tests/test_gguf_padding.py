@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_oracle import read
 from llama_cpp import LogProbabilities, log_probabilities
-from test_gguf_lossless import EPS, PROMPTS, SMOLLM, read
+from test_gguf_lossless import EPS, PROMPTS, SMOLLM
 
 from widen_cli.convert import Job, prepare, run
 from widen_cli.dimensions import Copies, Growth

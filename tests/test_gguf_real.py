@@ -14,14 +14,11 @@ since a reply with all 262144 takes it seconds: what is behind them counts as on
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import json
 import math
-import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,14 +27,14 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf.quants import dequantize
-from test_gguf_lossless import GgufFile, Stored, read
+from gguf_oracle import GgufFile, Repeats, Stored, read
+from llama_cpp import completed, in_child, leave, started
 
 from widen_cli.convert import Report, prepare, run
 from widen_cli.options import Options
@@ -130,15 +127,7 @@ class Said:
 
 def ask(path: Path, prefixes: Sequence[str] = PREFIXES) -> Said:
     """In a process of its own, as llama_cpp.py does and with its settings."""
-    answer = path.with_suffix(".npz")
-    done = subprocess.run(
-        [sys.executable, __file__, str(path), str(answer)],
-        input=json.dumps(list(prefixes)), capture_output=True, text=True, errors="replace", timeout=SECONDS,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, f"{path.name}: exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
-    found = np.load(answer)
-    answer.unlink()
+    found = in_child(__file__, path, prefixes, SECONDS)
     return Said(found["tokens"], found["logs"], tuple(found["text"].tolist()))
 
 
@@ -148,45 +137,22 @@ def both(one: Path, other: Path, prefixes: Sequence[str] = PREFIXES) -> list[Sai
 
 
 def _serve(path: str, answer: str) -> None:
-    import xllamacpp
-    from llama_cpp import CONTEXT, THREADS
-
-    params = xllamacpp.CommonParams()
-    params.model.path = path
-    params.n_ctx = CONTEXT
-    params.n_parallel = 1
-    params.warmup = params.fit_params = False
-    params.verbosity = 1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = THREADS
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = xllamacpp.Server(params)  # it ends with the name
-    address = urlsplit(server.listening_address).netloc
-    replies = [_reply(address, prefix, 1, ASKED) for prefix in json.load(sys.stdin)]
+    server = started(path)
+    replies = [_reply(server, prefix, 1, ASKED) for prefix in json.load(sys.stdin)]
     likeliest = [reply["completion_probabilities"][0]["top_logprobs"] for reply in replies]
-    np.savez(
+    leave(
         answer,
         tokens=[[token["id"] for token in tokens] for tokens in likeliest],
         # JSON has no NaN: llama.cpp writes null.
         logs=[[math.nan if token["logprob"] is None else token["logprob"] for token in tokens] for tokens in likeliest],
-        text=_reply(address, START, LENGTH, 1)["tokens"],
+        text=_reply(server, START, LENGTH, 1)["tokens"],
     )
-    sys.stderr.flush()
-    os._exit(0)
 
 
-def _reply(address: str, prompt: str, count: int, likeliest: int) -> dict[str, Any]:
+def _reply(server: Any, prompt: str, count: int, likeliest: int) -> dict[str, Any]:
     # Of prefixes of growing length, only what is new is computed.
-    request = {
-        "prompt": prompt, "n_predict": count, "n_probs": likeliest, "return_tokens": True, "ignore_eos": True,
-        "temperature": 0, "samplers": ["temperature"], "cache_prompt": True,
-    }  # fmt: skip
-    connection = http.client.HTTPConnection(address, timeout=SECONDS)
-    connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
-    reply: dict[str, Any] = json.loads(connection.getresponse().read())
-    if "completion_probabilities" not in reply:
-        raise SystemExit(f"no probabilities: {json.dumps(reply)[:1000]}")
-    return reply
+    request = {"prompt": prompt, "n_predict": count, "n_probs": likeliest, "cache_prompt": True}
+    return completed(server, {**request, "return_tokens": True, "ignore_eos": True}, SECONDS)
 
 
 def matched(truth: Said, other: Said) -> tuple[Array, Array]:
@@ -256,31 +222,13 @@ HALVES = {Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q8_0: (0,), Kind.Q4_K: (0, 2)
 
 
 @dataclass(frozen=True)
-class Law:
-    """Sizes and growth of the axes, and the squares of the scales of the spaces: the scales may be roots."""
+class Law(Repeats):
+    """With the squares of the scales of the spaces: the scales may be roots."""
 
+    spaces = SPACES
     gemma: bool
-    sizes: dict[str, int]
-    growth: dict[str, int]
     squares: dict[str, Fraction]
-    tiled: bool
     quiet: bool
-
-    def copies(self, space: str) -> int:
-        return math.prod(self.growth.get(axis, 1) for axis in SPACES[space])
-
-    def spread(self, array: Array, space: str, silent: bool = False) -> Array:
-        """The last axis repeated as the space's axes grow; `silent`: zeros for all copies but the first."""
-        lead = array.shape[:-1]
-        array = array.reshape(*lead, *(self.sizes[axis] for axis in SPACES[space]))
-        for place, axis in enumerate(SPACES[space], start=len(lead)):
-            copies = [array] + [array * 0 if silent else array] * (self.growth.get(axis, 1) - 1)
-            if self.tiled:
-                array = np.concatenate(copies, place)
-            else:
-                array = np.stack(copies, place + 1)
-                array = array.reshape(*array.shape[:place], -1, *array.shape[place + 2 :])
-        return array.reshape(*lead, -1)
 
     def of(self, name: str) -> tuple[str | None, str, Fraction]:
         """The space of a tensor's rows, None where they stay; that of its columns; the square of its factor."""
@@ -312,7 +260,8 @@ def law_of(narrow: GgufFile, report: Report) -> Law:
     squares["attended"], squares["product"] = squares["value"], squares["up"]
     assert squares["query"] * squares["key"] == squares["gate"] == 1
     tiled = any(note.startswith("layout tile") for note in plan.notes)
-    return Law(gemma, sizes, {axis: plan.factors[axis] for axis in AXES}, squares, tiled, plan.mode == "quiet")
+    growth = {axis: plan.factors[axis] for axis in AXES}
+    return Law(sizes, growth, tiled, gemma, squares, plan.mode == "quiet")
 
 
 def keys(gemma: bool) -> list[str]:

@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf_families import ENCODERS, FAMILIES, Family, Sizes
+from gguf_oracle import GgufFile, read
 from llama_cpp import difference, log_probabilities
 from llama_cpp_embeddings import hidden_states
 from test_gguf_lossless import PROMPTS as TEXTS
-from test_gguf_lossless import GgufFile, cut, divergence, read, written
+from test_gguf_lossless import cut, divergence, written
 
 from widen_cli.convert import Job, Report, prepare, run
 from widen_cli.dimensions import Copies, Growth, Laid, leaf_scales, scaled

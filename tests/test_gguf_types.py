@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 from gguf.utility import size_label
 from gguf_families import FAMILIES, Family
+from gguf_oracle import GgufFile, Stored, read
 from llama_cpp import difference, log_probabilities
 from safetensors.numpy import save_file
 from test_gguf_lossless import (
@@ -28,16 +29,13 @@ from test_gguf_lossless import (
     KINDS,
     NUMBERS,
     TRIPLED,
-    GgufFile,
     Law,
-    Stored,
     Tiny,
     add_keys,
     command,
     divergence,
     law_of,
     matrix,
-    read,
     tensors_of,
     write_tiny,
     written,

@@ -25,9 +25,9 @@ from tests.models import build
 from widen_cli import torch_pickle, torch_zip
 from widen_cli.dtypes import STORED
 from widen_cli.errors import WidenError
-from widen_cli.safetensors_file import AGAIN, StoredTensor
+from widen_cli.safetensors_file import AGAIN, SafetensorsHeader, StoredTensor
 from widen_cli.sources import FileSource, PipeSource
-from widen_cli.torch_file import TorchHeader, read_torch_file, read_weights
+from widen_cli.torch_file import read_torch_file, read_weights
 from widen_cli.torch_pickle import RESAVE
 from widen_cli.torch_views import StridedSource
 
@@ -62,7 +62,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def check(header: TorchHeader, state: dict[str, torch.Tensor]) -> None:
+def check(header: SafetensorsHeader, state: dict[str, torch.Tensor]) -> None:
     assert {tensor.name for tensor in header.tensors} == set(state)
     assert len(header.tensors) == len(state)
     for tensor in header.tensors:

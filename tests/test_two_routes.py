@@ -30,9 +30,10 @@ import numpy.typing as npt
 import pytest
 import sentencepiece
 import torch
+from gguf_oracle import GgufFile, read
 from llama_cpp import LogProbabilities, difference, log_probabilities
 from models import VARIANTS, Variant, build
-from test_gguf_lossless import SMOLLM, GgufFile, read
+from test_gguf_lossless import SMOLLM
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import widen_cli
