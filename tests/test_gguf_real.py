@@ -176,7 +176,8 @@ def divergences(truth: Said, other: Said) -> Array:
     listed = np.isfinite(two) | np.isnan(two)
     p, q = (with_rest(np.exp(logs) * listed) for logs in (one, two))
     # No term is negative, so that the rounding of the logarithms does not add up.
-    return np.where(p > 0, p * np.log(p / np.where(p > 0, q, 1)) - p + q, 0).sum(axis=1)
+    ratio = np.where(p > 0, p, 1) / np.where(p > 0, q, 1)
+    return np.where(p > 0, p * np.log(ratio) - p + q, 0).sum(axis=1)
 
 
 def with_rest(listed: Array) -> Array:

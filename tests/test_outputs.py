@@ -379,7 +379,8 @@ def test_missing_folder_at_start(tmp_path: Path) -> None:
 
 
 KILLED = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell starts with it ignored
 from widen_cli.outputs import DirectoryOutput, FileOutput
 with FileOutput(sys.argv[1], force=True) as file, DirectoryOutput(sys.argv[2]) as folder:
     file.write_at(0, b"new")
