@@ -794,7 +794,9 @@ def test_a_signal_in_the_middle(
     process.send_signal(number)
     since = time.monotonic()
     assert process.wait(10) == code
-    assert time.monotonic() - since < 2
+    # Two seconds on a machine of its own; on a busy one in the time that a few of the shortest runs take there.
+    taken, begin = time.monotonic() - since, time.monotonic()
+    assert taken < 2 or (widen(folder, "--version").returncode == 0 and taken < 4 * (time.monotonic() - begin))
     assert process.stderr is not None
     assert "Traceback" not in (shown := process.stderr.read().decode())
     assert len(shown.splitlines()) == 1
@@ -822,8 +824,8 @@ def test_a_signal_at_any_moment(folder: Path, number: int, code: int) -> None:
         process.send_signal(number)
         shown = process.communicate(timeout=10)[1].decode()
         assert content(folder) in (old, complete)
-        if "Could not import runpy module" in shown:
-            continue  # a signal that met Python before it came to the tool
+        if "Traceback" in shown and not re.search(r"widen_cli/__main__.py\", line \d+, in main", shown):
+            continue  # a signal that met Python before it came to the tool's first function
         assert process.returncode in (0, code, -number), shown
         assert "Traceback" not in shown
         assert content(folder) in (old, complete)

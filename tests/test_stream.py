@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -130,6 +131,12 @@ def expected(plan: TensorPlan, old: np.ndarray) -> bytes:
     return wide.tobytes()
 
 
+def carried(stream: TensorStream, plan: TensorPlan, stored: Stored, *targets: Target, forward: bool = False) -> Counts:
+    counts = stream.run(plan, stored, targets, forward)
+    stream.finish()
+    return counts
+
+
 def streamed(
     plan: TensorPlan, *, threads: int = 1, sequential: bool = False, forward: bool = False
 ) -> tuple[bytes, Counts, Memory]:
@@ -140,7 +147,7 @@ def streamed(
     paper.write_at(0, b"h" * 7)
     stream = TensorStream(threads)
     try:
-        counts = stream.run(plan, Stored(source, 13, old.nbytes), [Target(paper, 7)], forward)
+        counts = carried(stream, plan, Stored(source, 13, old.nbytes), Target(paper, 7), forward=forward)
     finally:
         stream.close()
     assert all(paper.written), "a hole"
@@ -232,25 +239,16 @@ def test_a_pipe_with_parts_and_copies_inside(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_tiny_blocks_and_threads_give_the_same_bytes(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
     plan = make_plan(Copies(40, 2), Copies(30, 3), dtype="F16", scale=Scale.of(3))
     whole, counts, _ = streamed(plan)
-    found, again = _in_small_blocks(plan, threads, monkeypatch)
+    monkeypatch.setattr("widen_cli.stream.BLOCK_BYTES", 500)
+    monkeypatch.setattr("widen_cli.stream.blocks", lambda shape, limit: seen.append(limit) or blocks(shape, limit))
+    found, again, _ = streamed(plan, threads=threads)
+    assert seen == [500]
+    assert len(next(iter(blocks(layout(plan), 500)))) > 20
     assert (found, again) == (whole, counts)
     assert counts.values == 1200
-
-
-def _in_small_blocks(plan: TensorPlan, threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, Counts]:
-    seen = []
-
-    def small(shape: Layout, limit: int = 0) -> Iterator[list]:
-        for group in blocks(shape, 500):
-            seen.append(group)
-            yield group
-
-    monkeypatch.setattr("widen_cli.stream.blocks", small)
-    found, counts, _ = streamed(plan, threads=threads)
-    assert sum(map(len, seen)) > 20
-    return found, counts
 
 
 def test_large_rows_are_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +297,7 @@ def test_several_targets_get_the_same_bytes() -> None:
     plan = make_plan(Copies(4), Copies(3, 2))
     old, papers = values(plan), [Paper(96), Paper(100)]
     stream = TensorStream(2)
-    stream.run(plan, Stored(Memory(old.tobytes()), 0, 48), [Target(papers[0], 0), Target(papers[1], 4)], False)
+    carried(stream, plan, Stored(Memory(old.tobytes()), 0, 48), Target(papers[0], 0), Target(papers[1], 4))
     stream.close()
     assert bytes(papers[0].data) == bytes(papers[1].data[4:]) == expected(plan, old)
 
@@ -314,5 +312,32 @@ def test_a_failing_read_is_raised(threads: int) -> None:
     plan = make_plan(Copies(400), Copies(300, 2))
     stream = TensorStream(threads)
     with pytest.raises(OSError, match="the disk is gone"):
-        stream.run(plan, Stored(_Broken(b""), 0, 480000), [Target(Paper(960000), 0)], False)
+        carried(stream, plan, Stored(_Broken(b""), 0, 480000), Target(Paper(960000), 0))
     stream.close()
+
+
+class _SlowPaper(Paper):
+    """Takes a while over each write, and fails the first."""
+
+    given_up = False
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        assert not self.given_up, "written after the output was given up"
+        if offset == 0:
+            raise OSError("the disk is full")
+        time.sleep(0.02)
+        super().write_at(offset, data)
+
+
+def test_nothing_is_written_once_a_failed_run_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("widen_cli.stream.BLOCK_BYTES", 4800)
+    paper, plan, stream = _SlowPaper(960000), make_plan(Copies(400), Copies(300, 2)), TensorStream(3)
+    with pytest.raises(OSError, match="the disk is full"):
+        carried(stream, plan, Stored(Memory(bytes(480000)), 0, 480000), Target(paper, 0))
+    stream.abandon()
+    before, paper.given_up = bytes(paper.written), True
+    stream.finish()
+    stream.close()
+    assert bytes(paper.written) == before
+    assert any(before)
+    assert not all(before)

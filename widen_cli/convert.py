@@ -245,7 +245,16 @@ class _Writing:
 
     def shard(self, shard: Shard, output: FileOutput | StreamOutput, forward_only: bool) -> None:
         """Writes one file: its header, its tensors, and zeros where its format wants gaps filled."""
-        output.write_at(0, shard.header)
+        try:
+            output.write_at(0, shard.header)
+            self.tensors(shard, output, forward_only)
+            self.stream.finish()
+        except BaseException:
+            # The output is about to be given up, and its descriptor may soon be another file's.
+            self.stream.abandon()
+            raise
+
+    def tensors(self, shard: Shard, output: FileOutput | StreamOutput, forward_only: bool) -> None:
         gaps = dict(zip((name for _, name, _ in shard.tensors), shard.gaps, strict=True)) if shard.gaps else {}
         for tensor, name, offset in shard.tensors:
             counted = self.stream.run(tensor, self.source(tensor), [Target(output, offset)], forward_only)

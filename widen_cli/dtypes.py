@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 
 @dataclass(frozen=True)
 class DType:
     """One stored element type.
 
-    `name` is the safetensors name, `bits` the size of one element, `numpy` the array type that
-    views the stored bytes (None where an element is no whole byte or numpy has no such type),
-    `kind` one of `float`, `integer`, `opaque`, `blocks`. Opaque elements can only be carried unchanged. Of quantised
-    blocks `block` elements of a row share `block_bytes` bytes, and `bits` is what an element takes, rounded down.
+    `name` is the safetensors name, `bits` the size of one element, `code` what numpy or ml_dtypes calls the type (None
+    where an element is no whole byte or they have no such type), `kind` one of `float`, `integer`, `opaque`, `blocks`.
+    Opaque elements can only be carried unchanged. Of quantised blocks `block` elements of a row share `block_bytes`
+    bytes, and `bits` is what an element takes, rounded down. `exponent` masks the exponent's bits in the 16-bit floats.
     """
 
     name: str
     bits: int
     kind: str
-    numpy: np.dtype[Any] | None = None
+    code: str | None = None
     block: int = 1
     block_bytes: int = 0
+    exponent: int | None = None
+
+    @cached_property
+    def numpy(self) -> np.dtype[Any] | None:
+        """The array type that views the stored bytes."""
+        if self.code is None:
+            return None
+        if self.code.startswith("<"):
+            return np.dtype(self.code)
+        import ml_dtypes  # imported when used: making its types known to numpy takes most of a short run
+
+        kind: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.code))
+        return kind
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Stored bytes of a tensor of this type, in Python integers, so no product can wrap.
@@ -46,29 +58,25 @@ class DType:
         return bits // 8
 
 
-def _little(kind: npt.DTypeLike) -> np.dtype[Any]:
-    return np.dtype(kind).newbyteorder("<")
-
-
 # https://github.com/huggingface/safetensors, safetensors/src/tensor.rs: the names and their sizes.
 STORED: dict[str, DType] = {
     dtype.name: dtype
     for dtype in (
-        DType("F64", 64, "float", _little("f8")),
-        DType("F32", 32, "float", _little("f4")),
-        DType("F16", 16, "float", _little("f2")),
-        DType("BF16", 16, "float", np.dtype(ml_dtypes.bfloat16)),
-        DType("F8_E4M3", 8, "float", np.dtype(ml_dtypes.float8_e4m3fn)),
-        DType("F8_E5M2", 8, "float", np.dtype(ml_dtypes.float8_e5m2)),
-        DType("I64", 64, "integer", _little("i8")),
-        DType("U64", 64, "integer", _little("u8")),
-        DType("I32", 32, "integer", _little("i4")),
-        DType("U32", 32, "integer", _little("u4")),
-        DType("I16", 16, "integer", _little("i2")),
-        DType("U16", 16, "integer", _little("u2")),
-        DType("I8", 8, "integer", np.dtype("i1")),
-        DType("U8", 8, "integer", np.dtype("u1")),
-        DType("BOOL", 8, "integer", np.dtype("u1")),
+        DType("F64", 64, "float", "<f8"),
+        DType("F32", 32, "float", "<f4"),
+        DType("F16", 16, "float", "<f2", exponent=0x7C00),
+        DType("BF16", 16, "float", "bfloat16", exponent=0x7F80),
+        DType("F8_E4M3", 8, "float", "float8_e4m3fn"),
+        DType("F8_E5M2", 8, "float", "float8_e5m2"),
+        DType("I64", 64, "integer", "<i8"),
+        DType("U64", 64, "integer", "<u8"),
+        DType("I32", 32, "integer", "<i4"),
+        DType("U32", 32, "integer", "<u4"),
+        DType("I16", 16, "integer", "<i2"),
+        DType("U16", 16, "integer", "<u2"),
+        DType("I8", 8, "integer", "<i1"),
+        DType("U8", 8, "integer", "<u1"),
+        DType("BOOL", 8, "integer", "<u1"),
         DType("C64", 64, "opaque"),
         DType("F8_E8M0", 8, "opaque"),
         DType("F8_E4M3FNUZ", 8, "opaque"),

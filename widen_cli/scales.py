@@ -33,6 +33,8 @@ class Scale:
         return Scale(tuple(sorted((prime, power) for prime, power in powers.items() if power)))
 
     def __mul__(self, other: Scale) -> Scale:
+        if not self.powers or not other.powers:
+            return self if self.powers else other
         powers = dict(self.powers)
         for prime, power in other.powers:
             powers[prime] = powers.get(prime, Fraction(0)) + power
@@ -52,6 +54,11 @@ class Scale:
     def is_power_of_two(self) -> bool:
         """True for 2**n with a whole n, 1 included: the factors that no binary float rounds by itself."""
         return all(prime == 2 and power.denominator == 1 for prime, power in self.powers)
+
+    @property
+    def power_of_two(self) -> int | None:
+        """n where the scale is 2**n with a whole n."""
+        return sum(int(power) for _, power in self.powers) if self.is_power_of_two else None
 
     @property
     def fraction(self) -> Fraction | None:

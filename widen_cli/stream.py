@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -62,6 +62,16 @@ class Block:
     run: Run
     row: int
 
+    @property
+    def rows(self) -> int:
+        """How many rows are written."""
+        return (self.run.stop - self.run.start) * self.run.each
+
+    def origins(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The old row of each row written, and whether it is zero instead."""
+        run, copy = self.run, np.arange(self.rows) % self.run.each
+        return np.arange(run.start, run.stop).repeat(run.each), (copy > 0) & run.first_only | run.zero
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -102,7 +112,7 @@ def layout(plan: TensorPlan) -> Layout:
     return Layout(rows, dimensions[leading:], plan.source.dtype, plan.dtype)
 
 
-def blocks(shape: Layout, limit: int = BLOCK_BYTES) -> Iterator[list[Block]]:
+def blocks(shape: Layout, limit: int) -> Iterator[list[Block]]:
     """The work of a tensor, in the order of the output, as groups.
 
     The groups' old rows follow one another; within a group rows may be met again (copies of a head), so a source that
@@ -133,34 +143,63 @@ class TensorStream:
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(max_workers=threads) if threads > 1 else None
         self._limit = 2 * threads
-        self._pending: set[Future[Counts]] = set()
+        self._pending: dict[Future[Counts], Counts] = {}
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def run(self, plan: TensorPlan, stored: StoredBytes, targets: Sequence[Target], forward_only: bool) -> Counts:
-        """Writes one tensor; returns what happened to its values."""
+        """Writes one tensor, whose last blocks may be under way while the next one begins.
+
+        All bytes are written, and the counts of what happened to the values complete, when `finish` has returned.
+        """
         counts = Counts()
         if plan.growth is None or stored.nbytes == 0:
             _copy(stored, targets)
             return counts
         work = _Work(plan, layout(plan), stored, targets)
-        for group in blocks(work.layout):
-            if self._pool is None or stored.source.sequential or forward_only:
+        if self._pool is None or stored.source.sequential or forward_only:
+            for group in blocks(work.layout, BLOCK_BYTES):
                 counts.add(work.group(group))
-            else:
-                for block in group:
-                    self._wait(counts, self._limit - 1)
-                    self._pending.add(self._pool.submit(work.block, block))
-        self._wait(counts, 0)
+        else:
+            for task in _tasks(blocks(work.layout, BLOCK_BYTES), work.layout.new_bytes, BLOCK_BYTES):
+                self._wait(self._limit - 1)
+                self._pending[self._pool.submit(work.task, task)] = counts
         return counts
 
-    def _wait(self, counts: Counts, limit: int) -> None:
+    def finish(self) -> None:
+        """Waits for all blocks that are under way; raises what went wrong with one of them."""
+        self._wait(0)
+
+    def abandon(self) -> None:
+        """Waits until no thread writes any more; what has not begun never does."""
+        for future in self._pending:
+            future.cancel()
+        wait(self._pending)
+        self._pending.clear()
+
+    def _wait(self, limit: int) -> None:
         while len(self._pending) > limit:
-            done, self._pending = wait(self._pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                counts.add(future.result())
+            for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
+                self._pending.pop(future).add(future.result())
+
+
+def _tasks(groups: Iterable[list[Block]], row_bytes: int, limit: int) -> Iterator[list[Block]]:
+    """Small groups together, as the heads of a tensor are, and large ones block by block: what a thread does at a time."""
+    small: list[Block] = []
+    held = 0
+    for group in groups:
+        nbytes = sum(block.rows for block in group) * row_bytes
+        if small and held + nbytes > limit:
+            yield small
+            small, held = [], 0
+        if nbytes > limit:
+            yield from ([block] for block in group)
+        else:
+            small, held = small + group, held + nbytes
+    if small:
+        yield small
 
 
 @dataclass(frozen=True)
@@ -182,6 +221,20 @@ class _Work:
         for block in group:
             begin, end = ((row - start) * self.layout.old_bytes for row in (block.run.start, block.run.stop))
             counts.add(self.widen(block, held[begin:end]))
+        return counts
+
+    def task(self, task: list[Block]) -> Counts:
+        """Blocks whose rows follow one another, all copies of their old rows among them; or a block alone."""
+        first = task[0].run
+        if len(task) == 1 or any(block.run.scale != first.scale for block in task):
+            return self.group(task)
+        start, stop = min(block.run.start for block in task), max(block.run.stop for block in task)
+        counts, origins = Counts(), [block.origins() for block in task]
+        wide = self.widened(self.read(start, stop), Run(start, stop, 1, first.scale), counts)
+        rows, zero = (np.concatenate(parts) for parts in zip(*origins, strict=True))
+        wide = wide[rows - start]
+        wide[zero] = 0
+        self.write(task[0].row, wide)
         return counts
 
     def read(self, start: int, stop: int) -> bytes | memoryview:
@@ -215,10 +268,14 @@ class _Work:
             wide = np.repeat(wide, run.each, axis=0)
             if run.first_only:
                 wide.reshape(-1, run.each, *wide.shape[1:])[:, 1:] = 0
-        data_out = np.ascontiguousarray(wide).data.cast("B") if wide.size else b""
-        for target in self.targets:
-            target.writer.write_at(target.offset + block.row * self.layout.new_bytes, data_out)
+        self.write(block.row, wide)
         return Counts() if run.again else counts
+
+    def write(self, row: int, wide: npt.NDArray[Any]) -> None:
+        """Writes widened rows to every target, from row `row` on."""
+        data = np.ascontiguousarray(wide).data.cast("B") if wide.size else b""
+        for target in self.targets:
+            target.writer.write_at(target.offset + row * self.layout.new_bytes, data)
 
 
 def _widened_blocks(data: bytes | memoryview, shape: Layout, scale: Scale, counts: Counts) -> npt.NDArray[Any]:

@@ -51,7 +51,10 @@ class Cast:
         if scale.is_one and self.source == self.target:
             return values.view(_BITS[values.dtype.itemsize])
         if self.source.bits <= 16:
-            return self.looked_up(values, scale, counts)
+            power = scale.power_of_two if self.source == self.target and not self.offset else None
+            if power is None or self.source.exponent is None:
+                return self.looked_up(values, scale, counts)
+            return self.exponents_moved(values, power, self.source.exponent, scale, counts)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             if self.source == self.target and scale.is_power_of_two and not self.offset:
                 rounded = self.shifted(values, scale, counts)
@@ -72,6 +75,23 @@ class Cast:
             counts.rounded += int(np.count_nonzero(faults == _ROUNDED))
             counts.overflowed += int(np.count_nonzero(faults == _OVERFLOWED))
         return np.asarray(found)
+
+    def exponents_moved(self, values: Array, power: int, exponent: int, scale: Scale, counts: Counts) -> Array:
+        """Small floats times 2**power: `power` added to the exponents, whose bits `exponent` are, wherever both are normal.
+
+        Several times as fast as looking all of them up; zeros, subnormal numbers, infinities and NaNs are still looked up.
+        """
+        bits = np.ascontiguousarray(values.view(_BITS[values.dtype.itemsize]))
+        kind, one = bits.dtype.type, exponent & -exponent
+        lowest, highest = one * max(1, 1 - power), exponent - one * max(1, 1 + power)
+        if lowest > highest:
+            return self.looked_up(values, scale, counts)
+        moved = bits + kind(power * one % (1 << 8 * bits.itemsize))
+        # Below the lowest the unsigned difference wraps to the largest numbers, so one comparison tells both ends.
+        others = np.flatnonzero((bits & kind(exponent)) - kind(lowest) > kind(highest - lowest))
+        if others.size:
+            moved.reshape(-1)[others] = self.looked_up(values.reshape(-1)[others], scale, counts)
+        return np.asarray(moved)
 
     def shifted(self, values: Array, scale: Scale, counts: Counts) -> Array:
         """A power of two times float32 or float64: one multiplication, exact unless undoing it shows otherwise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 from widen_cli.blocks import block_type
@@ -56,7 +57,7 @@ class TensorPlan:
         """The same copies with no factor on any value."""
         return replace(self, growth=tuple(scaled(tree, ONE) for tree in self.growth or ()), scale=ONE)
 
-    @property
+    @cached_property
     def scales(self) -> tuple[Scale, ...]:
         """The distinct factors on the stored values, in stored order."""
         products = [self.scale]
@@ -78,7 +79,7 @@ class TensorPlan:
         shrinks = any(float(scale) < 1 for scale in self.scales)
         return self.exactness == ROUNDS or (self.dtype.kind == "blocks" and shrinks)
 
-    @property
+    @cached_property
     def exactness(self) -> str:
         """`exact`, `rounds` or `depends on values`, from the factors and the types alone."""
         if self.copy_factors:
