@@ -17,6 +17,7 @@ from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.gguf.checkpoint import gguf_architecture, metadata_config, stored_tensors
 from widen_cli.gguf.header import GGUF_MAGIC
 from widen_cli.gguf.model import GgufModel, open_gguf
+from widen_cli.gguf.values import GgufValue, ValueType
 from widen_cli.hf_directory import HfDirectory, open_directory
 from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap
@@ -25,6 +26,9 @@ from widen_cli.plan.match import WITH_BASE, common_prefix, match_tensors, missin
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.sources import FileSource, PipeSource, Source
 from widen_cli.torch_file import read_weights
+
+RECORD = "widen_ckpt"  # in a safetensors file's __metadata__
+GGUF_RECORD = "widen_ckpt.record"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,21 @@ class Checkpoint:
     @property
     def sequential(self) -> bool:
         return any(tensor.source.sequential for tensor in self.tensors)
+
+    @property
+    def record(self) -> str | None:
+        """What the model's metadata says of how it was widened."""
+        if self.gguf is None:
+            return self.metadata.get(RECORD)
+        value = self.gguf.header.values.get(GGUF_RECORD)
+        return value.value if value is not None and isinstance(value.value, str) else None
+
+    def with_record(self, text: str) -> Checkpoint:
+        """The model with another record in its metadata."""
+        if self.gguf is None:
+            return replace(self, metadata={**self.metadata, RECORD: text})
+        values = {**self.gguf.header.values, GGUF_RECORD: GgufValue.of(ValueType.STRING, text)}
+        return replace(self, gguf=replace(self.gguf, header=replace(self.gguf.header, values=values)))
 
     def sources(self) -> list[Source]:
         return list({id(tensor.source): tensor.source for tensor in self.tensors}.values())

@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ParamSpec
 
@@ -15,19 +16,16 @@ import click
 from tqdm import tqdm
 
 from widen_cli import __version__
-from widen_cli.config import parse_settings
+from widen_cli.conversion_options import conversion_options, readable
 from widen_cli.convert import Job, Report, prepare, run
 from widen_cli.demo import demonstration
-from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError, printable
 from widen_cli.hf_directory import parse_size
-from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.map_file import map_names, map_text
 from widen_cli.options import Options
 from widen_cli.output_checks import is_stream
-from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
-from widen_cli.plan.modes import MODES
 from widen_cli.plan.text import plan_json, plan_text
+from widen_cli.verification import Verification, verify
 
 EXIT_CODES = """\b
 Exit codes:
@@ -124,129 +122,42 @@ def cli() -> None:
     """
 
 
-_TYPES = {alias.lower(): name for name, other in CONFIG_NAMES.items() for alias in (name, other)}
-
-
-def _dtype(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    if value is None:
-        return None
-    if value.lower() not in _TYPES:
-        raise click.BadParameter(f"'{value}' is none of {', '.join(CONFIG_NAMES)}")
-    return _TYPES[value.lower()]
-
-
-def _readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """An option whose text is read here, so that what cannot be read is wrong usage and not a refusal of the input."""
-
-    def check(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
-        try:
-            if value is not None:
-                parse(value)
-        except WidenError as error:
-            raise click.UsageError(str(error)) from None
-        return value
-
-    return check
-
-
 @cli.command()
 @click.argument("input", metavar="IN")
 @click.argument("output", metavar="[OUT]", required=False)
-@click.option(
-    "--factor",
-    type=click.IntRange(min=2, max=FACTOR_LIMIT),
-    help="Grow the model's width by this whole number, as its family does by default.  [default: 2]",
-)
-@click.option(
-    "--grow",
-    callback=_readable(parse_grow),
-    metavar="AXIS=N,...",
-    help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay.",
-)
-@click.option(
-    "--scaling",
-    type=click.Choice(["auto", *MODES]),
-    default="auto",
-    show_default=True,
-    help="How the factors are spread over the weights.",
-)
-@click.option(
-    "--dtype", callback=_dtype, metavar="TYPE", help="Write floating-point weights in this type (F32, BF16, F16, ...)."
-)
-@click.option(
-    "--dequantize",
-    type=click.Choice(["F32", "F16"], case_sensitive=False),
-    help="Of a GGUF: write quantised blocks as numbers of this type.",
-)
-@click.option(
-    "--embedding-type",
-    type=click.Choice(["F32", "F16"], case_sensitive=False),
-    help="Of a GGUF: write quantised embedding tables in this type, where their block scales would round.",
-)
-@click.option(
-    "--map", "map", metavar="NAME|FILE", help="Architecture map to go by, where the config does not say or none fits."
-)
-@click.option(
-    "--config",
-    metavar="FILE",
-    help="The model's config, where it is not beside IN as <stem>.config.json or config.json.",
-)
-@click.option(
-    "--set",
-    "settings",
-    callback=_readable(parse_settings),
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="A config value to go by, such as num_attention_heads=12. Repeatable.",
-)
-@click.option(
-    "--base",
-    metavar="MODEL",
-    help="Of a LoRA adapter IN: its narrow base; every other option as for widening that base.",
-)
+@conversion_options
 @click.option("--config-out", metavar="FILE", help="Where to write the new config.")
-@click.option("--strip-prefix", metavar="TEXT", help="Take this prefix off the tensor names, such as _orig_mod.")
 @click.option(
     "--max-shard-size",
-    callback=_readable(parse_size),
+    callback=readable(parse_size),
     metavar="SIZE",
     help="Largest file of an output directory, 5GB by default; of a GGUF, one file by default.",
-)
-@click.option(
-    "--layout",
-    type=click.Choice(["auto", "interleave", "tile"]),
-    default="auto",
-    show_default=True,
-    help="Where copies go: side by side, or an axis as a whole after itself. Quantised blocks may need the latter.",
-)
-@click.option(
-    "--rope",
-    type=click.Choice(ROPE_METHODS),
-    help="How heads grow under rotary positions: a raised base, pairs moved apart with zeros between, or copies of pairs "
-    "with numbers that divide their frequencies.  [default: the first that is exact]",
 )
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads that read, widen and write.  [default: the cores, up to 4]"
 )
 @click.option("--force", is_flag=True, help="Replace OUT where it exists, in one step.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and the bytes needed; write nothing.")
+@click.option(
+    "--verify", "proof", is_flag=True, help="Derive everything again from IN and compare it with what was written."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print plan and result as JSON on stdout.")
 @click.option("-q", "--quiet", count=True, help="No summary; twice: no warnings either.")
 @reporting
-def convert(dry_run: bool, as_json: bool, quiet: int, **given: Any) -> None:
+def convert(dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any) -> None:
     """Widen the checkpoint IN and write it to OUT.
 
     IN is a safetensors, GGUF or PyTorch file, a Hugging Face directory, or - for standard input. OUT is a file, a
     directory (always for a directory IN, else with a / at its end), or - for standard output. A dry run does without OUT.
     """
-    if given["threads"] is None:
-        del given["threads"]
     named = given["output"] is not None
     if not named:
         if not dry_run:
             raise click.UsageError("OUT is missing; a dry run alone does without it")
         given["output"] = "-" if given["input"] == "-" else given["input"].rstrip("/") + ".wide"
-    options = Options(**given, dry_run=dry_run, named=named)
+    options = _options(given, dry_run=dry_run, named=named)
+    if proof and (dry_run or is_stream(options.output) or options.input == "-"):
+        raise click.UsageError("--verify reads IN and OUT again; name files for both, and leave --dry-run out")
     if as_json and is_stream(options.output) and not dry_run:
         raise click.UsageError("--json prints on stdout, where OUT goes too; name a file for OUT")
     job = prepare(options)
@@ -257,20 +168,35 @@ def convert(dry_run: bool, as_json: bool, quiet: int, **given: Any) -> None:
         _print_plan(job, as_json)
         return
     report = _run(job, quiet)
+    found = _verified(options, quiet) if proof else None
     if as_json:
-        click.echo(json.dumps({**plan_json(job.plan), "bytes": job.nbytes, "values": _counted(report)}, indent=2))
+        done = {**plan_json(job.plan), "bytes": job.nbytes, "values": _counted(report)}
+        click.echo(json.dumps(done | ({"verification": found.as_json()} if found else {}), indent=2))
     _summary(report, quiet)
+    if found is not None:
+        _tell(found, options.input, options.output, quiet)
+
+
+def _options(given: dict[str, Any], **more: Any) -> Options:
+    """The options of a command line; how many threads is ours to choose where it does not say."""
+    return Options(**{name: value for name, value in given.items() if name != "threads" or value is not None}, **more)
 
 
 def _run(job: Job, quiet: int) -> Report:
-    total = sum(tensor.dtype.nbytes(tensor.shape) * len(tensor.names) for tensor in job.plan.tensors)
+    with _bar(job.nbytes, quiet) as advance:
+        return run(job, advance)
+
+
+@contextmanager
+def _bar(total: int | None, quiet: int) -> Iterator[Callable[[int], None]]:
+    """Progress in bytes, on a terminal alone."""
     silent = True if quiet or sys.stderr is None or os.environ.get("TERM") == "dumb" else None
     with tqdm(total=total, unit="B", unit_scale=True, disable=silent, leave=False, file=sys.stderr) as bar:
 
         def advance(nbytes: int) -> None:
             bar.update(nbytes)
 
-        return run(job, advance)
+        yield advance
 
 
 def _print_plan(job: Job, as_json: bool) -> None:
@@ -327,6 +253,50 @@ def _rounding(report: Report) -> str:
 def _shown_output(report: Report) -> str:
     output = report.job.options.output
     return "standard output" if output == "-" else printable(output)
+
+
+@cli.command("verify")
+@click.argument("narrow", metavar="NARROW")
+@click.argument("wide", metavar="WIDE")
+@conversion_options
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads that read, widen and compare.  [default: the cores, up to 4]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+@click.option("-q", "--quiet", count=True, help="Nothing but differences.")
+@reporting
+def verify_command(narrow: str, wide: str, as_json: bool, quiet: int, **given: Any) -> None:
+    """Derive every tensor of WIDE again from NARROW and compare all bytes, and the config's values.
+
+    WIDE records how it was made; options are needed only where it does not, and count before the record. Exit code 3
+    when something differs.
+    """
+    options = _options({"input": narrow, "output": wide, **given})
+    found = _verified(options, quiet)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    _tell(found, narrow, wide, quiet, told=as_json)
+
+
+def _verified(options: Options, quiet: int) -> Verification:
+    with _bar(None, quiet) as advance:
+        return verify(options, advance)
+
+
+def _tell(found: Verification, narrow: str, wide: str, quiet: int, told: bool = False) -> None:
+    """The verdict: a line on stderr where all is well, and where not the differences and exit code 3."""
+    if not found.differences:
+        if quiet == 0:
+            click.echo(
+                f"{printable(wide)}: verified: {found.compared} are what widening {printable(narrow)} gives", err=True
+            )
+        return
+    lines = [f"{printable(wide)}: {difference}" for difference in found.differences]
+    for line in lines[:FAULT_LINES] if not told else ():
+        click.echo(line, err=True)
+    if len(lines) > FAULT_LINES and not told:
+        click.echo(f"... and {len(lines) - FAULT_LINES} more differences", err=True)
+    sys.exit(3)
 
 
 @cli.command()

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
-from widen_cli.checkpoint import Checkpoint, check_settings, choose_map, open_checkpoint
+from widen_cli.checkpoint import Checkpoint, Choice, check_settings, choose_map, open_checkpoint
 from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.gguf.checkpoint import described_anew
 from widen_cli.hf_directory import index_bytes
+from widen_cli.map_rules import ArchitectureMap
+from widen_cli.maps import map_from_text
 from widen_cli.options import Options
 from widen_cli.output_checks import check_output, is_stream
 from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
@@ -28,10 +30,11 @@ from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.match import StoredHeader
 from widen_cli.plan.result import EXACT, ConfigChange, Ones
 from widen_cli.plan.written import WrittenTypes
+from widen_cli.records import Record
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.shards import Shard, output_shards
 from widen_cli.sources import HashingSource, HeldSource
-from widen_cli.stream import BLOCK_BYTES, Target, TensorStream
+from widen_cli.stream import BLOCK_BYTES, Target, TensorStream, Writer
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
 from widen_cli.transform import Counts
 
@@ -111,12 +114,12 @@ def _planned(
 ) -> tuple[Checkpoint, Plan, tuple[str, ...]]:
     """The input with its map's part of the config, its plan, and what is doubtful about either."""
     if options.base is not None:
-        return (
-            checkpoint,
-            *plan_with_base(checkpoint, options.base, options.config, options.map, options.strip_prefix, request),
+        plan, told = plan_with_base(
+            checkpoint, options.base, options.config, options.map, options.strip_prefix, request
         )
+        return _recorded(options, checkpoint, plan, None), plan, told
     refuse_alone(checkpoint)
-    choice = choose_map(checkpoint, options.map)
+    choice = _chosen(options, checkpoint)
     architecture, request = choice.architecture, replace(request, root=choice.root)
     checkpoint = replace(checkpoint, config=checkpoint.config.within(choice.section))
     with faults.collecting():
@@ -127,7 +130,23 @@ def _planned(
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
     plan = _described(plan, checkpoint, options)
     _check_equal(checkpoint, plan)
-    return checkpoint, plan, choice.warnings
+    return _recorded(options, checkpoint, plan, architecture), plan, choice.warnings
+
+
+def _chosen(options: Options, checkpoint: Checkpoint) -> Choice:
+    """The map to go by; where an output is derived again, the one that it was made by."""
+    if options.recorded_map is None:
+        return choose_map(checkpoint, options.map)
+    recorded = map_from_text(options.recorded_map, "the recorded map")
+    return (
+        Choice(recorded) if options.recorded_map_alone else replace(choose_map(checkpoint, None), architecture=recorded)
+    )
+
+
+def _recorded(options: Options, checkpoint: Checkpoint, plan: Plan, architecture: ArchitectureMap | None) -> Checkpoint:
+    """The input with the record of this run in the metadata that is carried over."""
+    record = Record.of(options, plan, architecture, checkpoint.record)
+    return checkpoint.with_record(record.text)
 
 
 def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Checkpoint:
@@ -220,6 +239,23 @@ def run(job: Job, progress: Progress) -> Report:
         stream.close()
         job.checkpoint.close()
     return Report(job, writing.counts)
+
+
+def derive(job: Job, place: Callable[[str], Writer | None], progress: Progress) -> None:
+    """Hands every tensor's new bytes, from offset 0 on, to the writer that `place` gives for its name, and writes no file."""
+    stream = TensorStream(job.options.threads)
+    writing = _Writing(job, stream, progress)
+    try:
+        for tensor in job.plan.tensors:
+            for name in tensor.names:
+                writer = place(name)
+                if writer is not None:
+                    stream.run(tensor, writing.source(tensor), [Target(writer, 0)], forward_only=False)
+                progress(tensor.dtype.nbytes(tensor.shape))
+        stream.finish()
+        writing.finish()
+    finally:
+        stream.close()
 
 
 def _ones(header: StoredHeader | Ones) -> StoredTensor:

@@ -12,6 +12,7 @@ import yaml
 from widen_cli.errors import WidenError, did_you_mean, printable
 
 _Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _PLAIN_FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 Keys = tuple[str | int, ...]
 VALUES_LIMIT = 100_000  # aliases of aliases grow without bound; a real map has some hundred values
@@ -145,6 +146,12 @@ class _Builder:
         if isinstance(value, str) and not node.style and _PLAIN_FLOAT.fullmatch(value):
             return float(value)
         return value
+
+
+def document_text(value: dict[str, Any]) -> str:
+    """A document as YAML that stands alone: without the name of the one it extends, which it holds already."""
+    alone = {key: section for key, section in value.items() if key != "extends"}
+    return str(yaml.dump(alone, Dumper=_Dumper, sort_keys=False, width=200, allow_unicode=True))
 
 
 def merged(parent: MapData, child: MapData) -> MapData:

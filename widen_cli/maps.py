@@ -26,6 +26,7 @@ from widen_cli.map_file import (
     known_path,
     map_names,
     merged,
+    parse_map_data,
     read_map_data,
 )
 from widen_cli.map_rules import ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie
@@ -39,6 +40,12 @@ def load_map(path: Path, shown: str | None = None) -> ArchitectureMap:
     """The map in a file, laid over the one it extends. Raises WidenError with every fault and its file:line:column."""
     data = _with_parents(path, shown or path.name, ())
     return _Compiler(data, shown or path.name).compile(map_document(data))
+
+
+def map_from_text(text: str, shown: str) -> ArchitectureMap:
+    """The map in a text that extends no other, such as a record holds. Raises WidenError as `load_map` does."""
+    data = parse_map_data(text, shown)
+    return _Compiler(data, shown).compile(map_document(data))
 
 
 def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
@@ -109,6 +116,7 @@ class _Compiler:
                 rope=self.rope(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
+                merged=self.data.value,
             )
 
     def fault(self, path: Keys, message: str, column: int = 0) -> None:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 class Options:
     """What the command line said. `output` is a path, a path ending in `/` for a directory, or `-`.
 
-    `named`: False for a dry run without OUT, of which there is nothing to say about an output.
+    `named`: False for a dry run without OUT, of which there is nothing to say about an output. `recorded_map` is the text
+    of the map that an output was made by; unless it was one of the user's own, the tool still has to find its own for the
+    input, and takes the text in its place.
     """
 
     input: str
@@ -30,6 +32,8 @@ class Options:
     max_shard_size: str | None = None
     layout: str = "auto"
     rope: str | None = None
+    recorded_map: str | None = None
+    recorded_map_alone: bool = False
     force: bool = False
     dry_run: bool = False
     named: bool = True

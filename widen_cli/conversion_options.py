@@ -1,0 +1,124 @@
+"""The command-line options that say how a wide model is made: those of `convert`, and of `verify` where nothing recorded it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import click
+
+from widen_cli.config import parse_settings
+from widen_cli.dtypes import CONFIG_NAMES
+from widen_cli.errors import WidenError
+from widen_cli.map_checks import ROPE_METHODS
+from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
+from widen_cli.plan.modes import MODES
+
+P = ParamSpec("P")
+
+_TYPES = {alias.lower(): name for name, other in CONFIG_NAMES.items() for alias in (name, other)}
+
+
+def _dtype(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value is None:
+        return None
+    if value.lower() not in _TYPES:
+        raise click.BadParameter(f"'{value}' is none of {', '.join(CONFIG_NAMES)}")
+    return _TYPES[value.lower()]
+
+
+def readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """An option whose text is read here, so that what cannot be read is wrong usage and not a refusal of the input."""
+
+    def check(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
+        try:
+            if value is not None:
+                parse(value)
+        except WidenError as error:
+            raise click.UsageError(str(error)) from None
+        return value
+
+    return check
+
+
+CONVERSION = (
+    click.option(
+        "--factor",
+        type=click.IntRange(min=2, max=FACTOR_LIMIT),
+        help="Grow the model's width by this whole number, as its family does by default.  [default: 2]",
+    ),
+    click.option(
+        "--grow",
+        callback=readable(parse_grow),
+        metavar="AXIS=N,...",
+        help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay.",
+    ),
+    click.option(
+        "--scaling",
+        type=click.Choice(["auto", *MODES]),
+        default="auto",
+        show_default=True,
+        help="How the factors are spread over the weights.",
+    ),
+    click.option(
+        "--dtype",
+        callback=_dtype,
+        metavar="TYPE",
+        help="Write floating-point weights in this type (F32, BF16, F16, ...).",
+    ),
+    click.option(
+        "--dequantize",
+        type=click.Choice(["F32", "F16"], case_sensitive=False),
+        help="Of a GGUF: write quantised blocks as numbers of this type.",
+    ),
+    click.option(
+        "--embedding-type",
+        type=click.Choice(["F32", "F16"], case_sensitive=False),
+        help="Of a GGUF: write quantised embedding tables in this type, where their block scales would round.",
+    ),
+    click.option(
+        "--map",
+        "map",
+        metavar="NAME|FILE",
+        help="Architecture map to go by, where the config does not say or none fits.",
+    ),
+    click.option(
+        "--config",
+        metavar="FILE",
+        help="The model's config, where it is not beside IN as <stem>.config.json or config.json.",
+    ),
+    click.option(
+        "--set",
+        "settings",
+        callback=readable(parse_settings),
+        metavar="KEY=VALUE",
+        multiple=True,
+        help="A config value to go by, such as num_attention_heads=12. Repeatable.",
+    ),
+    click.option(
+        "--base",
+        metavar="MODEL",
+        help="Of a LoRA adapter IN: its narrow base; every other option as for widening that base.",
+    ),
+    click.option("--strip-prefix", metavar="TEXT", help="Take this prefix off the tensor names, such as _orig_mod."),
+    click.option(
+        "--layout",
+        type=click.Choice(["auto", "interleave", "tile"]),
+        default="auto",
+        show_default=True,
+        help="Where copies go: side by side, or an axis as a whole after itself. Quantised blocks may need the latter.",
+    ),
+    click.option(
+        "--rope",
+        type=click.Choice(ROPE_METHODS),
+        help="How heads grow under rotary positions: a raised base, pairs moved apart with zeros between, or copies of pairs "
+        "with numbers that divide their frequencies.  [default: the first that is exact]",
+    ),
+)
+
+
+def conversion_options(command: Callable[P, None]) -> Callable[P, None]:
+    """The command with every option that says how a wide model is made."""
+    for option in reversed(CONVERSION):
+        command = option(command)
+    return command

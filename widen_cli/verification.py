@@ -1,0 +1,235 @@
+"""Proof of what was written: every tensor derived again from the narrow checkpoint and compared with the wide one, byte by byte."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from widen_cli.adapters import open_adapter
+from widen_cli.checkpoint import GGUF_RECORD, Checkpoint, open_checkpoint
+from widen_cli.convert import Job, derive, prepare
+from widen_cli.dtypes import DType
+from widen_cli.errors import WidenError, printable
+from widen_cli.gguf.checkpoint import changed_metadata
+from widen_cli.gguf.values import GgufValue
+from widen_cli.options import Options
+from widen_cli.plan import TensorPlan
+from widen_cli.records import Record, read_record
+from widen_cli.safetensors_file import StoredTensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the wide checkpoint is not what it should be: the tensor or key, and what is wrong with it.
+
+    Of values that differ: how many elements (of quantised weights, blocks), the index of the first, what was expected
+    there and what was found.
+    """
+
+    name: str
+    fault: str
+    differing: int = 0
+    index: tuple[int, ...] | None = None
+    expected: str | None = None
+    found: str | None = None
+
+    def __str__(self) -> str:
+        return f"{printable(self.name)}: {self.fault}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared, and every difference."""
+
+    tensors: int
+    nbytes: int
+    keys: int
+    differences: tuple[Difference, ...]
+    record: Record | None
+
+    @property
+    def compared(self) -> str:
+        """What was compared, in words."""
+        return f"{self.tensors} tensors of {self.nbytes} bytes and {self.keys} config values"
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        made = self.record.model_dump(exclude={"map"}, exclude_defaults=True) if self.record else None
+        return {
+            "same": not self.differences,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "config_values": self.keys,
+            "differences": [asdict(difference) for difference in self.differences],
+            "recorded": made,
+        }
+
+
+def verify(options: Options, progress: Callable[[int], None]) -> Verification:
+    """Derives the widened form of `options.input` again and compares `options.output` with it.
+
+    How it was made is what `options` says, and for the rest what the wide model records. Raises WidenError where one of
+    them cannot be read, or nothing says how the wide one was made.
+    """
+    wide = options.output
+    with ExitStack() as opened:
+        found = open_adapter(wide, options.base) if options.base else open_checkpoint(wide, options.config_out, {})
+        opened.callback(found.close)
+        if found.faults:
+            raise WidenError(*found.faults)
+        if found.sequential:
+            raise WidenError(f"{printable(wide)}: a pipe cannot be compared in any order; name a file or a folder")
+        record = _record(found, options, wide)
+        job = prepare(_again(options, record))
+        opened.callback(job.checkpoint.close)
+        differences = [*_other_tensors(job, found), *_other_values(job, found, progress), *_other_keys(job, found)]
+        return Verification(
+            tensors=sum(len(tensor.names) for tensor in job.plan.tensors),
+            nbytes=sum(tensor.dtype.nbytes(tensor.shape) * len(tensor.names) for tensor in job.plan.tensors),
+            keys=len(_expected_keys(job)) if found.config.present else 0,
+            differences=tuple(differences),
+            record=record,
+        )
+
+
+def _record(found: Checkpoint, options: Options, wide: str) -> Record | None:
+    """What the wide model records; where the command line says how it was made, an unreadable record does not matter."""
+    said = options.factor is not None or options.grow is not None
+    if found.record is None and not said:
+        raise WidenError(
+            f"{printable(wide)}: does not record how it was made; give the options of the conversion, such as --factor 2"
+        )
+    try:
+        return None if found.record is None else read_record(found.record, wide)
+    except WidenError:
+        if said:
+            return None
+        raise
+
+
+def _again(options: Options, record: Record | None) -> Options:
+    """A dry run of the same conversion: it plans, and looks at no output."""
+    asked = record.again(options) if record is not None else options
+    return replace(asked, dry_run=True, named=False)
+
+
+def _other_tensors(job: Job, found: Checkpoint) -> Iterator[Difference]:
+    """Tensors that one of the two lacks, and those of another type or shape."""
+    stored = {tensor.name: tensor for tensor in found.tensors}
+    wanted = {name: tensor for tensor in job.plan.tensors for name in tensor.names}
+    for name, tensor in wanted.items():
+        if name not in stored:
+            yield Difference(name, "is missing")
+        elif not _alike(tensor, stored[name]):
+            yield Difference(
+                name,
+                f"should be {tensor.dtype.name} {list(tensor.shape)}, is {stored[name].dtype.name} {list(stored[name].shape)}",
+            )
+    for name in stored.keys() - wanted.keys():
+        yield Difference(name, "should not be there")
+
+
+def _alike(planned: TensorPlan, stored: StoredTensor) -> bool:
+    return (planned.dtype.name, planned.shape) == (stored.dtype.name, stored.shape)
+
+
+def _other_values(job: Job, found: Checkpoint, progress: Callable[[int], None]) -> Iterator[Difference]:
+    stored = {tensor.name: tensor for tensor in found.tensors}
+    comparisons = {
+        name: _Comparison(stored[name])
+        for tensor in job.plan.tensors
+        for name in tensor.names
+        if name in stored and _alike(tensor, stored[name])
+    }
+    derive(job, comparisons.get, progress)
+    for comparison in comparisons.values():
+        if comparison.differing:
+            yield comparison.difference()
+
+
+@dataclass
+class _Comparison:
+    """Takes the bytes that should stand in a tensor, from any thread, and keeps what it needs to tell of those that do not."""
+
+    stored: StoredTensor
+    differing: int = 0
+    first: int = -1
+    expected: bytes = b""
+    found: bytes = b""
+    lock: Lock = field(default_factory=Lock)
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        item = _item_bytes(self.stored.dtype)
+        found = self.stored.source.read(self.stored.offset + offset, len(data))
+        if found == data:
+            return
+        old, new = (np.frombuffer(part, np.uint8).reshape(-1, item) for part in (data, found))
+        others = np.flatnonzero((old != new).any(axis=1))
+        with self.lock:
+            self.differing += len(others)
+            first = offset // item + int(others[0])
+            if self.first < 0 or first < self.first:
+                self.first = first
+                self.expected, self.found = bytes(old[others[0]]), bytes(new[others[0]])
+
+    def difference(self) -> Difference:
+        shape = _items(self.stored.dtype, self.stored.shape)
+        index = tuple(int(at) for at in np.unravel_index(self.first, shape))
+        what = "block" if self.stored.dtype.kind == "blocks" else "value"
+        expected, found = (_shown(self.stored.dtype, data) for data in (self.expected, self.found))
+        fault = (
+            f"{self.differing} of {math.prod(shape)} {what}s differ, the first at {list(index)}: "
+            f"should be {expected}, is {found}"
+        )
+        return Difference(self.stored.name, fault, self.differing, index, expected, found)
+
+
+def _item_bytes(dtype: DType) -> int:
+    """Bytes of what is compared as one: a number, a quantised block, or a byte of packed numbers."""
+    return dtype.block_bytes if dtype.kind == "blocks" else max(1, dtype.bits // 8)
+
+
+def _items(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape [..., items] of a tensor in such items."""
+    if dtype.kind == "blocks":
+        return (*shape[:-1], shape[-1] // dtype.block)
+    return shape if dtype.bits >= 8 else (dtype.nbytes(shape),)
+
+
+def _shown(dtype: DType, data: bytes) -> str:
+    """One item as a number where it is one, else its bytes."""
+    return f"0x{data.hex()}" if dtype.numpy is None else str(np.frombuffer(data, dtype.numpy)[0])
+
+
+def _expected_keys(job: Job) -> dict[str, Any]:
+    """The values of the config, or of a GGUF's metadata, that the wide model should have."""
+    gguf = job.checkpoint.gguf
+    if gguf is None:
+        return job.config.values if job.config.present else {}
+    changes = [(change.key, change.new) for change in job.plan.config]
+    values = changed_metadata(gguf, printable(job.checkpoint.name), changes)
+    return {key: value for key, value in values.items() if key != GGUF_RECORD}
+
+
+def _other_keys(job: Job, found: Checkpoint) -> Iterator[Difference]:
+    if found.gguf is None and not found.config.present:
+        return
+    values: dict[str, Any] = dict(found.gguf.header.values) if found.gguf else found.config.values
+    for key, expected in _expected_keys(job).items():
+        if key not in values:
+            yield Difference(key, f"should be {_value(expected)}, is missing")
+        elif values[key] != expected:
+            yield Difference(key, f"should be {_value(expected)}, is {_value(values[key])}")
+
+
+def _value(value: Any) -> str:
+    """A config value on one line of bearable length."""
+    text = json.dumps(value.value if isinstance(value, GgufValue) else value, ensure_ascii=False, default=str)
+    return printable(text if len(text) <= 60 else f"{text[:57]}...")
