@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def _completions(
             ways.append(dict.fromkeys(growth.heads, width))
     ways.append({})
     if tied and hidden not in asked:
-        ways.append({hidden: wanted.get(growth.heads[0], 1) * wanted.get(str(head_dim), 1)})
+        ways.append({hidden: math.prod(wanted.get(axis, 1) for axis in (*growth.heads[:1], str(head_dim)))})
     return [{**way, **wanted, **({hidden: way[hidden]} if hidden in way else {})} for way in ways]
 
 

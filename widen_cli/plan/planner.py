@@ -66,14 +66,15 @@ def make_plan(
 
 
 def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
-    """Whether attention grows by more heads by default: under rotary positions, and for less than 32 bits.
+    """Whether attention grows by more heads by default, if it can: under rotary positions, and for less than 32 bits.
 
     The factor that a larger head size needs, r**(-1/4), would be rounded in half precision.
     """
     head_dim = architecture.growth.head_dim
     if head_dim is None or {head_dim, *architecture.growth.with_head_dim} & positions.get("rope", set()):
         return True
-    if any(axis in positions.get("alibi", set()) for axis in architecture.growth.heads):
+    heads = architecture.growth.heads
+    if not heads or any(axis in positions.get("alibi", set()) for axis in heads):
         return False
     return any((types.dtype or item.tensor.dtype).bits < 32 for item in match.matched)
 
