@@ -69,3 +69,81 @@ def test_heads_that_never_grow_leave_the_head_size(planned: Callable[..., Plan],
     plan = planned(LONE_HEADS, {"qkv": [36, 12], "out": [12, 12]}, {"hidden": 12, "heads": 3}, dtype=dtype, **asked)
     assert grown(plan) == {"hidden": 2, "head_dim": 2}
     assert [tensor.shape for tensor in plan.tensors] == [(72, 24), (24, 24)]
+
+
+NORMS = """\
+architecture: norms
+config: {eps: 1e-3, own_eps: 2e-3, head_eps: 3e-3}
+axes:
+  vocab:  {key: vocab, fixed: true}
+  hidden: {key: hidden}
+growth: {width: [hidden]}
+output: final
+spaces:
+  unseen: norm(hidden, eps)          # no gain, and no weight reads it as it is
+  told:   tanh(unseen)
+  gained: norm(hidden, own_eps)
+  final:  norm(hidden, head_eps)
+tensors:
+  embed:  vocab -> hidden
+  own?:   -> gained
+  head?:  vocab <- told
+  last?:  vocab <- final
+"""
+SHAPES = {"embed": [7, 6]}
+
+
+def epsilons(plan: Plan) -> dict[str, float]:
+    return {change.key: change.new for change in plan.config if change.key.endswith("eps")}
+
+
+@pytest.mark.parametrize(
+    ("spaces", "tensors", "expected"),
+    [
+        # What a stored weight reads comes out of the norm; the model's output is there without a weight too.
+        (None, {"head": [7, 6]}, {"eps": 5e-4, "head_eps": 1.5e-3}),
+        (None, {}, {"head_eps": 1.5e-3}),
+        # The gain is stored, so the norm is there; without it, it is not.
+        (None, {"own": [6]}, {"own_eps": 1e-3, "head_eps": 1.5e-3}),
+        # Nothing in the map could tell whether the norm is there: its law holds always.
+        ("  told:   tanh(hidden)\n", {}, {"eps": 5e-4, "head_eps": 1.5e-3}),
+        # Of `a if c else b` the branch that is taken counts.
+        ("  told:   hidden if vocab == 7 else tanh(unseen)\n", {"head": [7, 6]}, {"head_eps": 1.5e-3}),
+        ("  told:   hidden if vocab == 8 else tanh(unseen)\n", {"head": [7, 6]}, {"eps": 5e-4, "head_eps": 1.5e-3}),
+    ],
+)
+def test_a_norm_counts_whether_or_not_a_tensor_names_its_output(
+    planned: Callable[..., Plan], spaces: str | None, tensors: dict[str, list[int]], expected: dict[str, float]
+) -> None:
+    """The stream has 1/sqrt(2), so each epsilon that reads it is halved."""
+    text = NORMS.replace("  told:   tanh(unseen)\n", spaces) if spaces else NORMS
+    plan = planned(text, {**SHAPES, **tensors}, {"vocab": 7, "hidden": 6}, factor=2, scaling="orthogonal")
+    assert str(plan.scales["hidden"]) == "1/sqrt(2)"
+    assert epsilons(plan) == pytest.approx(expected)
+
+
+NESTED = """\
+architecture: nested
+config: {text.act: relu, text.eps: 1e-3}
+axes: {hidden: {key: text.hidden}, inner: {key: text.inner}}
+growth: {width: [hidden, inner]}
+spaces: {normed: "norm(hidden, text.eps)", unit: inner, acted: text.act(unit)}
+tensors: {gain: -> normed, up: unit <- normed, down: hidden <- acted}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "factors"),
+    [
+        # The source's tables: a ReLU lets 1/sqrt(2) through, a GELU keeps 1.
+        ({"act": "relu"}, ["1/sqrt(2)", "1/2", "1/2"]),
+        ({"act": "gelu"}, ["1/sqrt(2)", "1/sqrt(2)", "1/(2 sqrt(2))"]),
+        ({}, ["1/sqrt(2)", "1/2", "1/2"]),
+    ],
+)
+def test_an_activation_named_by_a_nested_key(
+    planned: Callable[..., Plan], text: dict[str, str], factors: list[str]
+) -> None:
+    config = {"text": {"hidden": 6, "inner": 5, **text}}
+    plan = planned(NESTED, {"gain": [6], "up": [5, 6], "down": [6, 5]}, config, factor=2, scaling="orthogonal")
+    assert [str(tensor.scales[0]) for tensor in plan.tensors] == factors

@@ -130,7 +130,8 @@ class ArchitectureMap:
             if space.axis is not None:
                 name = space.axis
             elif space.formula is not None:
-                name = next((word for word in space.formula.words if word in self.spaces or word in self.axes), "")
+                words = (word for word in space.formula.words if word != name)
+                name = next((word for word in words if word in self.spaces or word in self.axes), "")
         return self.axes[name]
 
 

@@ -146,7 +146,8 @@ class _Compiler:
             return Space(name, text, None, place)
         formula = self.parsed(parse_formula, text, path, "1")
         known = {*document.axes, *document.spaces, *document.config}
-        if self.check_formula(formula, path, known, (*FORMULA_FUNCTIONS, *document.config)):
+        read = formula.text == text
+        if read and self.check_formula(formula, path, known, (*FORMULA_FUNCTIONS, *document.config)):
             spaces = {*document.spaces, *document.axes}
             for message, column in SpaceFormula(name, formula, spaces, document.axes).faults():
                 self.fault(path, message, column)

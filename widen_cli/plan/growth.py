@@ -13,6 +13,7 @@ from widen_cli.errors import WidenError, did_you_mean
 from widen_cli.formulas import dotted
 from widen_cli.map_checks import POSITIONS
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.laws import taken
 
 FACTOR_LIMIT = 65536  # beyond any model, and small enough that its primes are found at once
 
@@ -201,7 +202,7 @@ def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, int]) -> str
 def position_calls(architecture: ArchitectureMap, condition: Callable[[ast.expr], bool]) -> Iterator[tuple[str, str]]:
     """The axes that rotary angles, ALiBi slopes or sinusoids stand on, each with its kind; `condition` decides `x if c else y`."""
     for space in architecture.spaces.values():
-        for node in _taken(space.formula.tree, condition) if space.formula else ():
+        for node in taken(space.formula.tree, condition) if space.formula else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in POSITIONS:
                 axes = (architecture.axis_of(dotted(argument)) for argument in node.args)
                 yield from ((node.func.id, axis.name) for axis in axes if axis is not None)
@@ -213,17 +214,6 @@ def position_axes(architecture: ArchitectureMap, calls: Iterable[tuple[str, str]
     for kind, axis in calls:
         found.setdefault(kind, set()).update(_roots(architecture, axis))
     return found
-
-
-def _taken(node: ast.expr, condition: Callable[[ast.expr], bool]) -> Iterator[ast.AST]:
-    """The nodes of a formula but for those of branches that are not taken."""
-    if isinstance(node, ast.IfExp):
-        yield from _taken(node.body if condition(node.test) else node.orelse, condition)
-        return
-    yield node
-    for inner in ast.iter_child_nodes(node):
-        if isinstance(inner, ast.expr):
-            yield from _taken(inner, condition)
 
 
 def _roots(architecture: ArchitectureMap, name: str) -> set[str]:
