@@ -11,6 +11,7 @@ import pytest
 
 from widen_cli.config import ModelConfig
 from widen_cli.dtypes import STORED, DType
+from widen_cli.errors import WidenError
 from widen_cli.maps import load_map
 from widen_cli.plan import Plan, PlanRequest, make_plan
 
@@ -147,3 +148,74 @@ def test_an_activation_named_by_a_nested_key(
     config = {"text": {"hidden": 6, "inner": 5, **text}}
     plan = planned(NESTED, {"gain": [6], "up": [5, 6], "down": [6, 5]}, config, factor=2, scaling="orthogonal")
     assert [str(tensor.scales[0]) for tensor in plan.tensors] == factors
+
+
+TIED = """\
+architecture: tied
+config: {expand: 2, sharp: false}
+axes:
+  hidden:   {key: hidden}
+  embed:    {key: embed, else: hidden}
+  heads:    {key: heads}
+  head_dim: {key: head_dim}
+growth: {width: [hidden], heads: [heads], head_dim: head_dim}
+requires: [embed == hidden, 'not sharp or expand * hidden == heads * head_dim', hidden % 3 == 0]
+tensors: {up: hidden <- embed, mix: hidden <- (heads head_dim)}
+"""
+EQUAL = {"hidden": 6, "embed": 6, "heads": 3, "head_dim": 4, "sharp": True}
+APART = {**EQUAL, "hidden": 12, "embed": 24}
+EMBED, HEADS = "embed == hidden", "expand * hidden == heads * head_dim"
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "expected", "causes"),
+    [
+        # What is not asked for follows, from either side; attention by the way the family's default takes.
+        (EQUAL, {"grow": {"hidden": 2}}, {"hidden": 2, "embed": 2, "head_dim": 2}, {"embed": EMBED, "head_dim": HEADS}),
+        (EQUAL, {"grow": {"embed": 3}}, {"hidden": 3, "embed": 3, "head_dim": 3}, {"hidden": EMBED, "head_dim": HEADS}),
+        (EQUAL, {"grow": {"heads": 2}}, {"hidden": 2, "embed": 2, "heads": 2}, {"hidden": HEADS, "embed": EMBED}),
+        (EQUAL, {"factor": 2}, {"hidden": 2, "embed": 2, "head_dim": 2}, {"embed": EMBED}),
+        (
+            EQUAL,
+            {"factor": 2, "grow": {"hidden": 6, "heads": 2}},
+            {"hidden": 6, "embed": 6, "heads": 2, "head_dim": 3},
+            {"embed": EMBED, "head_dim": HEADS},
+        ),
+        # An equation binds where it holds in the narrow model, and where nothing else meets the requirement.
+        (APART, {"grow": {"hidden": 2}}, {"hidden": 2}, {}),
+        ({**EQUAL, "sharp": False}, {"grow": {"hidden": 2}}, {"hidden": 2, "embed": 2}, {"embed": EMBED}),
+    ],
+)
+def test_what_has_to_stay_equal_follows(
+    planned: Callable[..., Plan], config: Any, asked: Any, expected: dict[str, int], causes: dict[str, str]
+) -> None:
+    shapes = {"up": [config["hidden"], config["embed"]], "mix": [config["hidden"], 12]}
+    plan = planned(TIED, shapes, config, **asked)
+    assert grown(plan) == expected
+    assert set(plan.notes) == {f"{axis} grows {expected[axis]}x, since {text}" for axis, text in causes.items()}
+
+
+def test_half_precision_follows_by_heads(planned: Callable[..., Plan]) -> None:
+    plan = planned(TIED, {"up": [6, 6], "mix": [6, 12]}, EQUAL, grow={"hidden": 2}, dtype="BF16")
+    assert grown(plan) == {"hidden": 2, "embed": 2, "heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("grow", "message"),
+    [
+        (
+            {"hidden": 2, "embed": 3},
+            "--grow embed=3,hidden=2: 'tied' needs embed == hidden; give factors that keep both sides equal, or leave "
+            "one out, so that it follows",
+        ),
+        (
+            {"hidden": 2, "heads": 3},
+            f"--grow hidden=2,heads=3: 'tied' needs {HEADS}; give factors that keep both sides equal, or leave one out, "
+            "so that it follows",
+        ),
+    ],
+)
+def test_requests_that_contradict_an_equation(planned: Callable[..., Plan], grow: Any, message: str) -> None:
+    with pytest.raises(WidenError) as caught:
+        planned(TIED, {"up": [6, 6], "mix": [6, 12]}, EQUAL, grow=grow)
+    assert caught.value.faults == (message,)
