@@ -219,3 +219,46 @@ def test_requests_that_contradict_an_equation(planned: Callable[..., Plan], grow
     with pytest.raises(WidenError) as caught:
         planned(TIED, {"up": [6, 6], "mix": [6, 12]}, EQUAL, grow=grow)
     assert caught.value.faults == (message,)
+
+
+LAST = """\
+architecture: last
+prefixes: {model.: [""]}
+repeats: {model.layers.*: layers}
+config: {eps: 1e-3}
+axes: {hidden: {key: hidden}, vocab: {key: vocab, fixed: true}}
+growth: {width: [hidden]}
+spaces: {final: "norm(hidden, eps)"}
+tensors:
+  model.layers.-1.norm: -> final
+  model.layers.*.norm:  -> hidden
+  head:                 vocab <- final
+"""
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize("config", [{"layers": 11}, {}])
+def test_a_rule_for_the_last_layer(planned: Callable[..., Plan], prefix: str, config: dict[str, int]) -> None:
+    """By the config's count, and where it says none by the highest number."""
+    shapes = {f"{prefix}layers.{n}.norm": [6] for n in range(11)}
+    plan = planned(LAST, {**shapes, "head": [7, 6]}, {"hidden": 6, "vocab": 7, **config}, factor=2, scaling="quiet")
+    told = {tensor.source.name: str(tensor.scales[0]) for tensor in plan.tensors}
+    assert told == {**dict.fromkeys(shapes, "1"), f"{prefix}layers.10.norm": "1/2", "head": "1"}
+
+
+@pytest.mark.parametrize("absent", [3, 10])
+def test_a_layer_that_is_missing_is_named(planned: Callable[..., Plan], absent: int) -> None:
+    shapes = {f"model.layers.{n}.norm": [6] for n in range(11) if n != absent}
+    with pytest.raises(WidenError) as caught:
+        planned(LAST, {**shapes, "head": [7, 6]}, {"hidden": 6, "vocab": 7, "layers": 11}, factor=2)
+    assert caught.value.faults == (
+        f"in: tensor 'model.layers.{absent}.norm' is missing; the file is incomplete, or the config belongs to another model",
+    )
+
+
+def test_the_last_of_layers_that_nothing_counts(planned: Callable[..., Plan]) -> None:
+    with pytest.raises(WidenError) as caught:
+        planned(LAST.replace("repeats: {model.layers.*: layers}\n", ""), {}, {})
+    assert caught.value.faults == (
+        "small.yaml:8:3: 'repeats' does not count the layers of which 'model.layers.-1.norm' names the last",
+    )

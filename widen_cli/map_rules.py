@@ -119,6 +119,10 @@ class ArchitectureMap:
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
 
+    def has_last(self, repeated: str) -> bool:
+        """Whether a rule names the last of repeated layers, `layers.-1.` of `layers.*`."""
+        return any(rule.pattern.startswith(last_of(repeated)) for rule in self.tensors)
+
     def axis_of(self, name: str) -> Axis | None:
         """The axis that a space (or an axis of that name) lies on, found through the formulas it comes out of."""
         seen: set[str] = set()
@@ -133,6 +137,14 @@ class ArchitectureMap:
                 words = (word for word in space.formula.words if word != name)
                 name = next((word for word in words if word in self.spaces or word in self.axes), "")
         return self.axes[name]
+
+
+LAST = "-1"  # in the place of a layer's number, the last of them
+
+
+def last_of(repeated: str, number: str = LAST) -> str:
+    """How names of the last layer begin, of a repeated pattern such as `layers.*`."""
+    return f"{repeated.removesuffix('*')}{number}."
 
 
 @lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ from widen_cli.map_file import (
     merged,
     read_map_data,
 )
-from widen_cli.map_rules import ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie
+from widen_cli.map_rules import LAST, ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie, last_of
 from widen_cli.map_schema import MapDocument, map_document, real_path
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
@@ -223,6 +223,10 @@ class _Compiler:
                 self.key_fault(("tensors", name), "a name ends with at most two question marks")
             if not sections:
                 self.key_fault(("tensors", name), "an empty list of rules; say what the tensor is, or leave it out")
+            if f".{LAST}." in pattern and not any(pattern.startswith(last_of(many)) for many in document.repeats):
+                self.key_fault(
+                    ("tensors", name), f"'repeats' does not count the layers of which '{pattern}' names the last"
+                )
             counted = re.findall(r"\{(\w+)\}", pattern)
             if len(set(counted)) < len(counted):
                 self.key_fault(("tensors", name), "an axis is counted once in a name")
