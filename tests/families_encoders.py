@@ -400,7 +400,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         _ELECTRA_GROWTHS,
         refused={"sum": _EMBEDDING_EPS, **_both(_TRANSFORM_EPS, "electra_unprojected_generator")},
-        impossible={"hidden=2,heads=2": "embedding == hidden"},
+        impossible={"hidden=2,embedding=3": "needs embedding == hidden"},
     ),
     _family(
         "albert",
@@ -512,7 +512,7 @@ FAMILIES: tuple[Family, ...] = (
                 modes=("sum",),
             ),
         },
-        impossible={"heads=2": "head_dim"},
+        impossible={"hidden=3,heads=2": "heads * head_dim == hidden"},
     ),
     _family(
         "bert-decoder",

@@ -413,6 +413,11 @@ FAMILIES: tuple[Family, ...] = (
             ),
             "llava_layers": _llava("LlavaForConditionalGeneration", vision_feature_layer=[-2, -1]),
             "llava_base": _llava("LlavaModel"),
+            "llava_relu": _llava(
+                "LlavaForConditionalGeneration",
+                text_config={**_TEXT, "hidden_act": "relu"},
+                projector_hidden_act="relu",
+            ),
         },
         _GROWN,
         impossible=_ROPE,

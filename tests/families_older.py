@@ -171,7 +171,7 @@ OPT = Family(
         "opt_classification": Variant("OPTForSequenceClassification", {**_OPT, **_LABELS}, small=_SMALL),
         "opt_qa": Variant("OPTForQuestionAnswering", _OPT, small=_SMALL),
     },
-    growths=("hidden=2,intermediate=3,embed=2", "hidden=2,heads=2,embed=2", "heads=3,embed=3", "intermediate=3"),
+    growths=("hidden=2,intermediate=3", "hidden=2,heads=2,embed=2", "embed=3,heads=3", "intermediate=3"),
     refused={
         **_EPS_IN_CODE,
         **{f"opt_no_gain_tied:{mode}": "s(hidden) = 1" for mode in MODES},
@@ -189,7 +189,7 @@ OPT = Family(
             "opt_qa",
         ),
     },
-    impossible={"hidden=2": "embed == hidden"},
+    impossible={"hidden=2,embed=3": "needs embed == hidden"},
 )
 _OPT_350M = {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24}
 OPT_PROJECTED = Family(
@@ -470,9 +470,9 @@ MAMBA2 = Family(
         ),
         "mamba2_base": Variant("Mamba2Model", {**_MAMBA2, "n_groups": 1}, _tokens, _SMALL),
     },
-    growths=("hidden=2,heads=2", "hidden=3,head_dim=3", "hidden=6,heads=3,head_dim=2"),
+    growths=("hidden=2,heads=2", "hidden=3", "heads=3,head_dim=2"),
     refused=_SHARED,
-    impossible={"hidden=2,heads=3,head_dim=1": "expand"},
+    impossible={"hidden=2,heads=3": "--grow hidden=2,heads=3: 'mamba2' needs expand * hidden == heads * head_dim"},
 )
 MAMBA2_RELU = Family(
     "mamba2_relu",
@@ -502,9 +502,9 @@ RWKV = Family(
         ),
         "rwkv_base": Variant("RwkvModel", _RWKV, small=_RWKV_SMALL),
     },
-    growths=("hidden=2,attention=2,intermediate=3", "hidden=3,attention=3", "intermediate=3"),
+    growths=("hidden=2,intermediate=3", "attention=3", "intermediate=3"),
     refused={**_EPS_IN_CODE, **_narrow_stream("rwkv", "rwkv_tied", "rwkv_4h", "rwkv_base")},
-    impossible={"hidden=2": "attention == hidden"},
+    impossible={"hidden=2,attention=3": "needs attention == hidden"},
 )
 
 _JAMBA = {

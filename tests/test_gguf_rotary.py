@@ -659,7 +659,6 @@ def test_a_base_that_is_stored_as_a_whole_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "grow", "text"),
     [
-        ("llama", "rotated=2", "head_dim == rotated"),
         ("llama", "head_dim=2,rotated=1", "head_dim == rotated"),
         ("llama", "head_dim=2,value_dim=1", "head_dim == value_dim"),
         ("gptneox", "rotated=2", "passed = head_dim - rotated"),

@@ -32,6 +32,10 @@ tensors:
 """
 WHAT_AXIS = "is no axis or space of this map"
 WHAT_NAME = "is no axis, space or config key of this map"
+WHAT_LONE = (
+    "lies on no axis: its formula names no other space; a norm that a whole stream passes is that of its axis, as in "
+    "hidden: norm(hidden, eps)"
+)
 WHAT_CALL = "is no function or config key of this map"
 
 
@@ -136,6 +140,10 @@ def test_form(write: Callable[..., Path], old: str, new: str, expected: list[str
         ("norm(hidden, eps)", "hiden", "7:10", f"'hiden' {WHAT_NAME} (did you mean 'hidden'?)"),
         ("norm(hidden, eps)", "norm(hidden,, eps)", "7:22", "cannot read the formula 'norm(hidden,, eps)'"),
         ("norm(hidden, eps)", "hidden[0]", "7:10", "'hidden[0]' has no meaning in a formula"),
+        ("norm(hidden, eps)", "norm(final, eps)", "7:10", f"space 'final' {WHAT_LONE}"),
+        ("norm(hidden, eps)", "tanh(3)", "7:10", f"space 'final' {WHAT_LONE}"),
+        ("norm(hidden, eps)", "norm(hidden, eps)\n  told: eps * 2", "8:9", f"space 'told' {WHAT_LONE}"),
+        ("norm(hidden, eps)", "norm(hidden, eps)\n  told: os.system(final)", "8:9", f"'os.system' {WHAT_CALL}"),
         ("{key: hidden_size}", "{key: hidden_size, else: 4 * hiden}", "3:40", f"'hiden' {WHAT_NAME} (did you mean 'hidden'?)"),
         ("{key: hidden_size}", "{key: hidden_size, else: 4 * * 3}", "3:40", "cannot read the formula '4 * * 3'"),
         ("{key: hidden_size}", "'3 * vcab'", "3:16", f"'vcab' {WHAT_NAME} (did you mean 'vocab'?)"),

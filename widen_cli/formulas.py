@@ -97,7 +97,7 @@ def _check_node(node: ast.AST, source: str) -> None:
         allowed = node.value is None or isinstance(node.value, bool | int | float | str)
     if not allowed:
         raise FormulaSyntaxError(f"'{ast.unparse(node) or source}' has no meaning in a formula", letters(node, source))
-    if isinstance(node, ast.Call) and (node.keywords or not isinstance(node.func, ast.Name)):
+    if isinstance(node, ast.Call) and (node.keywords or not isinstance(node.func, ast.Name | ast.Attribute)):
         raise FormulaSyntaxError(
             f"a call is a name and plain arguments, not '{ast.unparse(node)}'", letters(node, source)
         )

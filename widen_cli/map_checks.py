@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 
-from widen_cli.formulas import Formula, letters
+from widen_cli.formulas import Formula, dotted, letters
 
 # How a function passes a scale on: f(s x) = s**degree f(x). Functions that are not named here are not homogeneous,
 # so their argument has to keep scale 1, which is right for every function.
@@ -31,7 +31,15 @@ class SpaceFormula:
         self.axes = set(axes)
 
     def faults(self) -> Iterator[Fault]:
+        """Every fault. A formula that names no other space gives its space no axis, so that it could never grow."""
         tree = self.formula.tree
+        if self.name not in self.axes and not self.spaces & {*self.formula.words} - {self.name}:
+            yield (
+                f"space '{self.name}' lies on no axis: its formula names no other space; a norm that a whole stream passes "
+                "is that of its axis, as in hidden: norm(hidden, eps)",
+                0,
+            )
+            return
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "norm":
             yield from self.norm(tree)
             return
@@ -66,8 +74,8 @@ class SpaceFormula:
             case ast.IfExp():
                 yield from self.expression(node.body)
                 yield from self.expression(node.orelse)
-            case ast.Call(func=ast.Name(id=function)):
-                yield from self.call(function, node)
+            case ast.Call(func=function):
+                yield from self.call(dotted(function), node)
             case _:
                 yield self.fault(f"'{ast.unparse(node)}' says nothing about scales", node)
 

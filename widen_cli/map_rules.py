@@ -120,6 +120,10 @@ class ArchitectureMap:
     scalars: dict[str, str] = field(default_factory=dict)
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    def has_last(self, repeated: str) -> bool:
+        """Whether a rule names the last of repeated layers, `layers.-1.` of `layers.*`."""
+        return any(rule.pattern.startswith(last_of(repeated)) for rule in self.tensors)
+
     def axis_of(self, name: str) -> Axis | None:
         """The axis that a space (or an axis of that name) lies on, found through the formulas it comes out of."""
         seen: set[str] = set()
@@ -131,8 +135,17 @@ class ArchitectureMap:
             if space.axis is not None:
                 name = space.axis
             elif space.formula is not None:
-                name = next((word for word in space.formula.words if word in self.spaces or word in self.axes), "")
+                words = (word for word in space.formula.words if word != name)
+                name = next((word for word in words if word in self.spaces or word in self.axes), "")
         return self.axes[name]
+
+
+LAST = "-1"  # in the place of a layer's number, the last of them
+
+
+def last_of(repeated: str, number: str = LAST) -> str:
+    """How names of the last layer begin, of a repeated pattern such as `layers.*`."""
+    return f"{repeated.removesuffix('*')}{number}."
 
 
 @lru_cache(maxsize=4096)

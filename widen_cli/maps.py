@@ -29,7 +29,7 @@ from widen_cli.map_file import (
     parse_map_data,
     read_map_data,
 )
-from widen_cli.map_rules import ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie
+from widen_cli.map_rules import LAST, ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie, last_of
 from widen_cli.map_schema import MapDocument, map_document, real_path
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
@@ -154,7 +154,8 @@ class _Compiler:
             return Space(name, text, None, place)
         formula = self.parsed(parse_formula, text, path, "1")
         known = {*document.axes, *document.spaces, *document.config}
-        if self.check_formula(formula, path, known, (*FORMULA_FUNCTIONS, *document.config)):
+        read = formula.text == text
+        if read and self.check_formula(formula, path, known, (*FORMULA_FUNCTIONS, *document.config)):
             spaces = {*document.spaces, *document.axes}
             for message, column in SpaceFormula(name, formula, spaces, document.axes).faults():
                 self.fault(path, message, column)
@@ -230,6 +231,10 @@ class _Compiler:
                 self.key_fault(("tensors", name), "a name ends with at most two question marks")
             if not sections:
                 self.key_fault(("tensors", name), "an empty list of rules; say what the tensor is, or leave it out")
+            if f".{LAST}." in pattern and not any(pattern.startswith(last_of(many)) for many in document.repeats):
+                self.key_fault(
+                    ("tensors", name), f"'repeats' does not count the layers of which '{pattern}' names the last"
+                )
             counted = re.findall(r"\{(\w+)\}", pattern)
             if len(set(counted)) < len(counted):
                 self.key_fault(("tensors", name), "an axis is counted once in a name")

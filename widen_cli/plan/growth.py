@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,6 +13,8 @@ from widen_cli.errors import WidenError, did_you_mean
 from widen_cli.formulas import dotted
 from widen_cli.map_checks import POSITIONS
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.equalities import Equality, followers
+from widen_cli.plan.laws import taken
 
 FACTOR_LIMIT = 65536  # beyond any model, and small enough that its primes are found at once
 
@@ -46,13 +49,14 @@ def axis_growth(
     asked: Mapping[str, int],
     by_heads: bool,
     positions: Mapping[str, set[str]],
+    equal: Sequence[Equality] = (),
 ) -> AxisGrowth:
     """The factor of every axis.
 
     `factor` grows the family's width axes and its attention, by heads or by head size as `by_heads` says;
     `asked` sets single axes. An axis that the config ties to others (hidden = heads * head_dim) follows them.
-    `positions` names the axes that rotary angles, ALiBi slopes or run-time sinusoids stand on.
-    Raises WidenError with every axis that cannot grow so, and why.
+    `positions` names the axes that rotary angles, ALiBi slopes or run-time sinusoids stand on, `equal` the products of sizes
+    that have to stay equal: what was not asked for follows. Raises WidenError with every axis that cannot grow so, and why.
     """
     _check_asked(architecture, asked)
     growth = architecture.growth
@@ -60,12 +64,48 @@ def axis_growth(
     hidden = growth.width[0]
     if factor:
         wanted = dict.fromkeys(_attention(architecture, asked, by_heads), factor) | wanted
-    for completion in _completions(architecture, wanted, asked, by_heads, hidden):
-        factors = _all_factors(architecture, completion)
-        if factors is not None and all(factors[axis] == number for axis, number in asked.items()):
-            _check_positions(factors, positions)
-            return AxisGrowth(factors, _notes(architecture, factors, wanted))
-    raise WidenError(_impossible(architecture, wanted))
+    growing = [axis for axis in _growing(architecture) if axis not in asked and architecture.axes[axis].keys]
+    following = followers(asked, equal, growing)
+    wanted_too = wanted | {axis: number for axis, (number, _) in following.items()}
+    standing = {axis for axes in positions.values() for axis in axes}
+    order = dict.fromkeys((*_attention(architecture, asked, by_heads), *growth.heads, *growing))
+    # What the family's default set is moved last.
+    free = sorted((axis for axis in order if axis in growing and axis not in standing), key=lambda axis: axis in wanted)
+    torn: list[Equality] = []
+    for completion in _completions(architecture, wanted_too, asked, by_heads, hidden):
+        balanced = _balanced(architecture, completion, equal, free)
+        if isinstance(balanced, Equality):
+            torn.append(balanced)
+        elif balanced is not None and all(balanced.factors[axis] == number for axis, number in asked.items()):
+            _check_positions(balanced.factors, positions)
+            causes = {axis: text for axis, (_, text) in following.items()} | balanced.causes
+            return AxisGrowth(balanced.factors, _notes(architecture, balanced.factors, wanted, causes))
+    raise WidenError(_unequal(architecture, asked or wanted, torn[0]) if torn else _impossible(architecture, wanted))
+
+
+@dataclass(frozen=True)
+class _Balanced:
+    """The factor of every axis, and the equation by which an axis was moved."""
+
+    factors: dict[str, int]
+    causes: dict[str, str]
+
+
+def _balanced(
+    architecture: ArchitectureMap, chosen: Mapping[str, int], equal: Sequence[Equality], free: Sequence[str]
+) -> _Balanced | Equality | None:
+    """The factors after free axes were moved, each once, until all of `equal` hold; an equation that cannot hold; None where
+    factors are not whole."""
+    chosen, causes = dict(chosen), dict[str, str]()
+    while (factors := _all_factors(architecture, chosen)) is not None:
+        broken = next((equality for equality in equal if equality.ratio(factors) != 1), None)
+        if broken is None:
+            return _Balanced(factors, causes)
+        moved = broken.mended(factors, [axis for axis in free if axis not in causes])
+        if moved is None:
+            return broken
+        chosen[moved[0]], causes[moved[0]] = moved[1], broken.text
+    return None
 
 
 def _attention(architecture: ArchitectureMap, asked: Mapping[str, int], by_heads: bool) -> tuple[str, ...]:
@@ -82,12 +122,17 @@ def _attention(architecture: ArchitectureMap, asked: Mapping[str, int], by_heads
     return (growth.head_dim,)
 
 
-def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, int]) -> None:
-    growing = [
+def _growing(architecture: ArchitectureMap) -> list[str]:
+    """The axes that can be asked for."""
+    return [
         name
         for name, axis in architecture.axes.items()
         if not axis.fixed and (axis.keys or name == architecture.growth.head_dim)
     ]
+
+
+def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, int]) -> None:
+    growing = _growing(architecture)
     faults = []
     for axis in asked:
         if axis not in architecture.axes:
@@ -118,7 +163,7 @@ def _completions(
             ways.append(dict.fromkeys(growth.heads, width))
     ways.append({})
     if tied and hidden not in asked:
-        ways.append({hidden: wanted.get(growth.heads[0], 1) * wanted.get(str(head_dim), 1)})
+        ways.append({hidden: math.prod(wanted.get(axis, 1) for axis in (*growth.heads[:1], str(head_dim)))})
     return [{**way, **wanted, **({hidden: way[hidden]} if hidden in way else {})} for way in ways]
 
 
@@ -168,14 +213,19 @@ def _check_positions(factors: Mapping[str, int], positions: Mapping[str, set[str
         raise WidenError(*faults)
 
 
-def _notes(architecture: ArchitectureMap, factors: Mapping[str, int], wanted: Mapping[str, int]) -> tuple[str, ...]:
-    """Which axes grow without having been asked for, and by which tie."""
+def _notes(
+    architecture: ArchitectureMap, factors: Mapping[str, int], wanted: Mapping[str, int], causes: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Which axes grow without having been asked for, and by which tie; `causes` are those of axes that follow an equation."""
     ties = {name: axis.size.text for name, axis in architecture.axes.items() if axis.computed and axis.size}
     notes = []
     followers = architecture.growth.with_head_dim
     for name, number in factors.items():
         if name in followers and number != wanted.get(name, 1):
             notes.append(f"{name} grows {number}x, as {architecture.growth.head_dim} does")
+            continue
+        if name in causes and number != wanted.get(name, 1):
+            notes.append(f"{name} grows {number}x, since {causes[name]}")
             continue
         tie = next((f"{other} = {text}" for other, text in ties.items() if name == other or name in text.split()), None)
         shown = architecture.axes[name].keys or name == architecture.growth.head_dim
@@ -197,10 +247,19 @@ def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, int]) -> str
     )
 
 
+def _unequal(architecture: ArchitectureMap, asked: Mapping[str, int], torn: Equality) -> str:
+    """What to say of factors that would make two sides unequal, with those asked for that are in it."""
+    named = [f"{axis}={asked[axis]}" for axis in torn.names if axis in asked]
+    return (
+        f"--grow {','.join(named)}: '{architecture.architecture}' needs {torn.text}; give factors that keep both sides equal"
+        + (", or leave one out, so that it follows" if len(named) > 1 else "")
+    )
+
+
 def position_calls(architecture: ArchitectureMap, condition: Callable[[ast.expr], bool]) -> Iterator[tuple[str, str]]:
     """The axes that rotary angles, ALiBi slopes or sinusoids stand on, each with its kind; `condition` decides `x if c else y`."""
     for space in architecture.spaces.values():
-        for node in _taken(space.formula.tree, condition) if space.formula else ():
+        for node in taken(space.formula.tree, condition) if space.formula else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in POSITIONS:
                 axes = (architecture.axis_of(dotted(argument)) for argument in node.args)
                 yield from ((node.func.id, axis.name) for axis in axes if axis is not None)
@@ -212,17 +271,6 @@ def position_axes(architecture: ArchitectureMap, calls: Iterable[tuple[str, str]
     for kind, axis in calls:
         found.setdefault(kind, set()).update(_roots(architecture, axis))
     return found
-
-
-def _taken(node: ast.expr, condition: Callable[[ast.expr], bool]) -> Iterator[ast.AST]:
-    """The nodes of a formula but for those of branches that are not taken."""
-    if isinstance(node, ast.IfExp):
-        yield from _taken(node.body if condition(node.test) else node.orelse, condition)
-        return
-    yield node
-    for inner in ast.iter_child_nodes(node):
-        if isinstance(inner, ast.expr):
-            yield from _taken(inner, condition)
 
 
 def _roots(architecture: ArchitectureMap, name: str) -> set[str]:

@@ -152,8 +152,8 @@ class FormulaReader:
                     Law(left * right**-1, f"{ast.unparse(node)} is a sum: both sides have one scale")
                 )
                 return left
-            case ast.Call(func=ast.Name(id=name)):
-                return self.called(name, node, formula)
+            case ast.Call(func=function):
+                return self.called(dotted(function), node, formula)
         return Power()
 
     def named(self, name: str) -> Power:
@@ -187,6 +187,17 @@ class FormulaReader:
         what = ast.unparse(node.args[0])
         self.reading.laws.append(Law(inner, f"{function} acts on {what}: its scale is 1"))
         return Power()
+
+
+def taken(node: ast.expr, condition: Callable[[ast.expr], bool]) -> Iterator[ast.AST]:
+    """The nodes of a formula but for those of branches that are not taken; `condition` decides `x if c else y`."""
+    if isinstance(node, ast.IfExp):
+        yield from taken(node.body if condition(node.test) else node.orelse, condition)
+        return
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.expr):
+            yield from taken(inner, condition)
 
 
 def width_power(node: ast.expr, factor: Callable[[str], int], power: Fraction = Fraction(1)) -> Scale:

@@ -12,7 +12,7 @@ from widen_cli.config import MISSING, ModelConfig
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
-from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie, name_pattern
+from widen_cli.map_rules import LAST, ArchitectureMap, TensorRule, Tie, last_of, name_pattern
 
 MISSING_SHOWN = 8
 WITH_BASE = "merge it into its base first, or give its base with --base"
@@ -43,7 +43,7 @@ class Matched:
     def layer(self, architecture: ArchitectureMap) -> int | None:
         """The number of the layer it stands in, None for a tensor outside of the layers."""
         for pattern in architecture.repeats:
-            if self.rule.pattern.startswith(pattern + "."):
+            if self.rule.pattern.replace(f".{LAST}.", ".*.").startswith(pattern + "."):
                 before = pattern.removesuffix("*").removesuffix(".").count(".") + 1
                 number = self.tensor.name.split(".")[before]
                 return int(number) if _NUMBER.fullmatch(number) else None
@@ -56,7 +56,8 @@ class Match:
 
     `carried` are copied unchanged (integers, scalars and empty tensors that no rule names),
     `dropped` left out, `strangers` are weights that no rule names; `grids` are the scales of block-scaled FP8 weights, by
-    the weight's name. `root` stands in front of every name, as where the model is a part of another.
+    the weight's name. `root` stands in front of every name, as where the model is a part of another; `last` says how a
+    layer that a map calls the last one is named.
     """
 
     matched: list[Matched] = field(default_factory=list)
@@ -68,9 +69,13 @@ class Match:
     synonyms: dict[str, str] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
     root: str = ""
+    last: dict[str, str] = field(default_factory=dict)
 
     def written(self, pattern: str) -> str:
         """A map's name pattern as this checkpoint spells it."""
+        for called, name in self.last.items():
+            if pattern.startswith(called):
+                pattern = name + pattern[len(called) :]
         for prefix, other in self.spelling:
             if pattern.startswith(prefix):
                 return self.root + other + pattern[len(prefix) :]
@@ -146,6 +151,7 @@ def _matched_under(
     root: str,
 ) -> Match:
     match = Match(spelling=spelling, synonyms=architecture.synonyms, root=root)
+    match.last = _last_layers(architecture, tensors, config, match)
     conditions = _conditions(architecture, tensors, config, match)
     rules = [
         (name_pattern(match.written(rule.pattern)), rule)
@@ -174,6 +180,17 @@ def _matched_under(
         if conditions.hold(tie.when, unknown=match.written(tie.tensor) not in conditions.names)
     )
     return match
+
+
+def _last_layers(
+    architecture: ArchitectureMap, tensors: Iterable[StoredHeader], config: ModelConfig, match: Match
+) -> dict[str, str]:
+    """The names of the last layers, by the map's patterns for them."""
+    called = [pattern for pattern in architecture.repeats if architecture.has_last(pattern)]
+    if not called:
+        return {}
+    counts = _counts(architecture, match, config_lookup(architecture, config), [tensor.name for tensor in tensors])
+    return {last_of(pattern): last_of(pattern, str(counts[pattern] - 1)) for pattern in called}
 
 
 def _means_nothing(tensor: StoredHeader) -> bool:
@@ -211,13 +228,14 @@ def missing_tensors(architecture: ArchitectureMap, match: Match, config: ModelCo
     tied = {tie.tensor for tie in match.ties}
     found = {item.rule.pattern for item in match.matched}
     counts, heads = _counts(architecture, match, conditions.lookup), _numbered(match)
+    stored = {_canonical(item.tensor.name, match.synonyms) for item in match.matched}
     missing: list[str] = []
     for rule in architecture.tensors:
         if rule.need == "any" or not conditions.hold(rule.condition, unknown=False):
             continue
         needed = rule.need == "each" and rule.pattern not in tied and conditions.hold(rule.when, unknown=False)
         if needed or rule.pattern in found:
-            missing += _absent(rule, match, counts, heads)
+            missing += [name for name in _expected(rule, match, counts, heads) if name not in stored]
     return missing
 
 
@@ -230,16 +248,18 @@ def _numbered(match: Match) -> dict[str, int]:
     return highest
 
 
-def _counts(architecture: ArchitectureMap, match: Match, lookup: Lookup) -> dict[str, int]:
-    """How many there are of each repeated pattern: by the config, else by the highest number stored."""
+def _counts(
+    architecture: ArchitectureMap, match: Match, lookup: Lookup, names: Iterable[str] | None = None
+) -> dict[str, int]:
+    """How many there are of each repeated pattern: by the config, else by the highest number among `names`, those matched."""
     counts: dict[str, int] = {}
     for pattern, keys in architecture.repeats.items():
         try:
             counts[pattern] = int(_first_known(keys, lookup))
         except (UnknownValueError, TypeError, ValueError, OverflowError):
             head = re.compile(name_pattern(match.written(pattern)).pattern + r"(\.|$)")
-            hits = [head.match(item.tensor.name) for item in match.matched]
-            last = [hit.groups()[-2] for hit in hits if hit]
+            stored = names if names is not None else [item.tensor.name for item in match.matched]
+            last = [hit.groups()[-2] for name in stored if (hit := head.match(name))]
             counts[pattern] = max((int(number) for number in last if _NUMBER.fullmatch(number)), default=-1) + 1
     return counts
 
@@ -251,12 +271,9 @@ def _first_known(keys: Sequence[str], lookup: Lookup) -> Any:
     return lookup(keys[-1])
 
 
-def _absent(rule: TensorRule, match: Match, counts: dict[str, int], heads: dict[str, int]) -> list[str]:
-    """The names that a rule asks for and that are not stored; none where it cannot be known how many there should be."""
+def _expected(rule: TensorRule, match: Match, counts: dict[str, int], heads: dict[str, int]) -> list[str]:
+    """The names that a rule asks for; none where it cannot be known how many there should be."""
     expected = [match.written(rule.pattern)]
-    stored = {
-        _canonical(item.tensor.name, match.synonyms) for item in match.matched if item.rule.pattern == rule.pattern
-    }
     for wildcard in re.finditer(r"\*|\{(\w+)\}", rule.pattern):
         number = heads.get(wildcard[1]) if wildcard[1] else counts.get(rule.pattern[: wildcard.end()])
         if number is None:
@@ -264,7 +281,7 @@ def _absent(rule: TensorRule, match: Match, counts: dict[str, int], heads: dict[
         # A config may promise any number of layers; the first few that are missing tell enough.
         shown = range(min(number, len(match.matched) + MISSING_SHOWN))
         expected = [name.replace(wildcard[0], str(n), 1) for name in expected for n in shown]
-    return [name for name in expected if name not in stored]
+    return expected
 
 
 def surplus_layers(architecture: ArchitectureMap, match: Match, config: ModelConfig) -> list[str]:

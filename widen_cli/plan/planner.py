@@ -12,6 +12,7 @@ from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import ConfigChanges
 from widen_cli.plan.checks import check_input, check_requirements
+from widen_cli.plan.equalities import equalities
 from widen_cli.plan.grids import UnfitGridError, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
 from widen_cli.plan.layouts import Arrangement, arrange
@@ -58,7 +59,8 @@ def make_plan(
     method = rotary_method(architecture, config, request.rope)
     fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
     by_heads = _by_heads(architecture, match, positions, request.types)
-    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed)
+    equal = equalities(architecture, sizes)
+    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal)
     check_requirements(architecture, sizes, growth.factors, printable(request.file))
     axes = frozenset(axis for kind, axis in calls if kind == "rope")
     rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
@@ -66,14 +68,15 @@ def make_plan(
 
 
 def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
-    """Whether attention grows by more heads by default: under rotary positions, and for less than 32 bits.
+    """Whether attention grows by more heads by default, if it can: under rotary positions, and for less than 32 bits.
 
     The factor that a larger head size needs, r**(-1/4), would be rounded in half precision.
     """
     head_dim = architecture.growth.head_dim
     if head_dim is None or {head_dim, *architecture.growth.with_head_dim} & positions.get("rope", set()):
         return True
-    if any(axis in positions.get("alibi", set()) for axis in architecture.growth.heads):
+    heads = architecture.growth.heads
+    if not heads or any(axis in positions.get("alibi", set()) for axis in heads):
         return False
     return any((types.dtype or item.tensor.dtype).bits < 32 for item in match.matched)
 

@@ -9,10 +9,10 @@ from fractions import Fraction
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import WidenError, printable
-from widen_cli.formulas import Formula, UnknownValueError, evaluate
+from widen_cli.formulas import Formula, UnknownValueError, dotted, evaluate
 from widen_cli.map_checks import HOMOGENEOUS, NOT_HOMOGENEOUS
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie
-from widen_cli.plan.laws import FormulaReader, Law, Power, epsilon_laws, width_power
+from widen_cli.plan.laws import FormulaReader, Law, Power, epsilon_laws, taken, width_power
 from widen_cli.plan.match import Match, applying_rule, config_lookup
 from widen_cli.plan.modes import Mode, Roles, solve
 from widen_cli.plan.rotary import Rotary
@@ -113,9 +113,16 @@ class SpaceScales:
         return {name for rule in self.rules for name, _ in self.carriers(rule, "out")}
 
     def present(self) -> set[str]:
-        """Spaces in some stored tensor's shape or read by a tied head, and those that formulas make of them alone."""
+        """Spaces in some stored tensor's shape or read by a tied head, what they come out of, and those that formulas make
+        of them alone. A law that no tensor of the map can call on holds always."""
         present = self.written() | {name for rule in self.rules for name, _ in self.carriers(rule, "in")}
         present |= self.tied_reads
+        present |= {name for name in self.uncalled() if present & {*self.words(name)}}
+        waiting = list(present)
+        while waiting:
+            found = self.comes_out_of(waiting.pop()) - present
+            present |= found
+            waiting += found
         while True:
             derived = {
                 name
@@ -127,6 +134,38 @@ class SpaceScales:
             if derived <= present:
                 return present
             present |= derived
+
+    def comes_out_of(self, name: str) -> set[str]:
+        """The spaces in the formula of a space, but for those in branches that are not taken."""
+        space = self.architecture.spaces.get(name)
+        if space is None or space.formula is None:
+            return set()
+        nodes = taken(space.formula.tree, self.condition)
+        words = {dotted(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+        return {word for word in words if word in self.architecture.spaces} - {name}
+
+    def uncalled(self) -> set[str]:
+        """Spaces made of axes alone, such as a norm of the stream, of which no tensor of the map tells whether they are there:
+        none names them, nor what comes out of them. The model's output is there too."""
+        spaces = self.architecture.spaces
+        called = {name.text for rule in self.architecture.tensors for name, _ in rule.shape.names()}
+        waiting = [*called]
+        while waiting:
+            found = {word for word in self.words(waiting.pop()) if word in spaces} - called
+            called |= found
+            waiting += found
+        return {
+            name
+            for name, space in spaces.items()
+            if space.formula
+            and not any(word in spaces for word in self.words(name) if word != name)
+            and (name not in called or name == self.architecture.output)
+        }
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """The names in the formula of a space, none where it has no formula."""
+        space = self.architecture.spaces.get(name)
+        return space.formula.words if space and space.formula else ()
 
     def find_roles(self) -> Roles:
         present = sorted(self.present())
