@@ -198,9 +198,12 @@ class _Work:
             rows = dequantized(stored, block_type(self.layout.source.name))
         else:
             rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
-        cast = Cast(self.plan.held, self.layout.target, self.plan.offset)
-        wide = widened_rows(rows, self.layout.trailing, scale, cast, counts)
+        wide = widened_rows(rows, self.layout.trailing, scale, self.cast, counts)
         return times_copies(wide, self.plan.copy_factors, counts) if self.plan.copy_factors else wide
+
+    @property
+    def cast(self) -> Cast:
+        return Cast(self.plan.held, self.layout.target, self.plan.offset)
 
     def block(self, block: Block) -> Counts:
         return self.widen(block, self.read(block.run.start, block.run.stop))
@@ -210,11 +213,11 @@ class _Work:
         counts, run = Counts(), block.run
         wide = self.widened(data, run, counts)
         if run.zero:
-            wide = np.zeros_like(wide)
+            wide = np.full_like(wide, self.cast.silent)
         if run.each > 1:
             wide = np.repeat(wide, run.each, axis=0)
             if run.first_only:
-                wide.reshape(-1, run.each, *wide.shape[1:])[:, 1:] = 0
+                wide.reshape(-1, run.each, *wide.shape[1:])[:, 1:] = self.cast.silent
         data_out = np.ascontiguousarray(wide).data.cast("B") if wide.size else b""
         for target in self.targets:
             target.writer.write_at(target.offset + block.row * self.layout.new_bytes, data_out)

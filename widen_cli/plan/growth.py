@@ -13,6 +13,7 @@ from widen_cli.formulas import dotted
 from widen_cli.map_checks import POSITIONS
 from widen_cli.map_rules import ArchitectureMap
 
+PLAIN = "its rotary angles depend on the head size, and a plain repeat gives the copies other angles"
 FACTOR_LIMIT = 65536  # beyond any model, and small enough that its primes are found at once
 
 
@@ -46,12 +47,14 @@ def axis_growth(
     asked: Mapping[str, int],
     by_heads: bool,
     positions: Mapping[str, set[str]],
+    rope: str = PLAIN,
 ) -> AxisGrowth:
     """The factor of every axis.
 
     `factor` grows the family's width axes and its attention, by heads or by head size as `by_heads` says;
     `asked` sets single axes. An axis that the config ties to others (hidden = heads * head_dim) follows them.
-    `positions` names the axes that rotary angles, ALiBi slopes or run-time sinusoids stand on.
+    `positions` names the axes that rotary angles, ALiBi slopes or run-time sinusoids stand on; `rope` says what the first
+    speak against.
     Raises WidenError with every axis that cannot grow so, and why.
     """
     _check_asked(architecture, asked)
@@ -63,7 +66,7 @@ def axis_growth(
     for completion in _completions(architecture, wanted, asked, by_heads, hidden):
         factors = _all_factors(architecture, completion)
         if factors is not None and all(factors[axis] == number for axis, number in asked.items()):
-            _check_positions(factors, positions)
+            _check_positions(factors, positions, rope)
             return AxisGrowth(factors, _notes(architecture, factors, wanted))
     raise WidenError(_impossible(architecture, wanted))
 
@@ -149,12 +152,14 @@ def _factor_of(node: ast.expr, factors: Mapping[str, Fraction]) -> Fraction:
         case ast.BinOp(left=left, right=right):
             both = {_factor_of(left, factors), _factor_of(right, factors)}
             return both.pop() if len(both) == 1 else Fraction(0)
+        case ast.UnaryOp(operand=operand):
+            return _factor_of(operand, factors)
     return Fraction(1)
 
 
-def _check_positions(factors: Mapping[str, int], positions: Mapping[str, set[str]]) -> None:
+def _check_positions(factors: Mapping[str, int], positions: Mapping[str, set[str]], rope: str) -> None:
     reasons = {
-        "rope": "its rotary angles depend on the head size, and a plain repeat gives the copies other angles; grow heads instead",
+        "rope": f"{rope}; grow heads instead",
         "alibi": "ALiBi's slopes depend on the number of heads; grow head_dim instead",
         "sinusoid": "its positions are sinusoids computed at run time, which do not follow a repeat",
     }
