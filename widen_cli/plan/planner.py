@@ -263,13 +263,25 @@ class _Planner:
 
     def needs(self, unknown: dict[str, str]) -> str:
         """What to say of axes whose sizes nothing tells; `unknown` names for each a tensor that holds a product with it."""
-        keys = [axis.keys[0] for name, axis in self.architecture.axes.items() if name in unknown and axis.keys]
+        keys = list(
+            dict.fromkeys(key for name in self.architecture.axes if name in unknown for key in self.telling(name))
+        )
         more = f"; where that is not enough, {' and '.join(keys[1:])} too" if keys[1:] else ""
         return (
             f"{self.file}: the tensors alone do not tell {', '.join(unknown)} "
             f"('{printable(next(iter(unknown.values())))}' holds only a product with it); "
             f"give --config, or --set {keys[0] if keys else 'the missing size'}=N{more}"
         )
+
+    def telling(self, name: str) -> list[str]:
+        """The config keys that tell an unknown axis: its own, or for one that is computed those of what it comes from."""
+        if name in self.sizes.known:
+            return []
+        axis = self.architecture.axes.get(name)
+        if axis is None or not axis.computed or axis.size is None:
+            return [name] if axis is None else list(axis.keys[:1])
+        roots = [key for word in axis.size.words for key in self.telling(word)]
+        return roots if name != self.architecture.growth.head_dim else []
 
     def assumptions(self) -> list[str]:
         """What was taken on the user's word: no shape can tell it."""

@@ -132,7 +132,11 @@ def _longer(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary, 
 
 def _base(architecture: ArchitectureMap, config: ModelConfig, key: str, place: str) -> float:
     """The base at a place of a key, or the map's default; WidenError where it is no positive number."""
-    base = config.get(place, architecture.defaults.get(key))
+    base = config.get(place, architecture.defaults.get(key) if config.present else None)
+    if base is None and not config.present:
+        raise WidenError(
+            f"{printable(config.name)}: {key} is not known, and --rope theta raises it; tell it with --set {key}=..."
+        )
     if not is_number(base) or base <= 0:
         raise WidenError(f"{printable(config.name)}: {place} is {base!r}, where a positive number is needed")
     return float(base)
