@@ -61,7 +61,7 @@ def head_dim(family: Family, results: Sequence[Sequence[object]]) -> str:
         worst = max(float(str(found)) for *_, kind, found in results if kind == "float64")
         return f"exact ({', '.join(way for way in architecture.rope.methods if way in run)}), {worst:.0e}"
     rotated = any("rope(" in space.formula.text for space in architecture.spaces.values() if space.formula)
-    return "refused (rotary)" if rotated else "exact"
+    return "refused" if rotated else "exact"
 
 
 def table(lines: Iterable[str]) -> str:
