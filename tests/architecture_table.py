@@ -9,10 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from families import MODES, Family
-from test_families import FAMILIES
-
-from widen_cli.map_rules import ArchitectureMap
-from widen_cli.maps import map_for_model_type
+from test_families import FAMILIES, map_of
 
 HEAD = """# Architectures
 
@@ -20,22 +17,19 @@ Made by the tests of real results: tiny random checkpoints, widened on files and
 (`WIDEN_RESULTS=r.jsonl pytest tests/test_families.py && python tests/architecture_table.py r.jsonl > docs/architectures.md`).
 The error is the largest difference of an output over the largest output, worst of all variants, growths and modes; in float32 the
 default of the command line, whose rounding of stored weights it shows. *Grows* lists what `--grow` takes; a mode that is refused is
-not function-exact for some variant there, and the plan says which equations rule it out.
+not function-exact for some variant there, and the plan says which equations rule it out. *Head_dim* says by which `--rope` heads
+grow under rotary positions, with the worst error of those.
 
 | family | variants | cases | grows | head_dim | refused modes | error, float64 | error, float32 |
 |---|---|---|---|---|---|---|---|
 """
 
 
-def map_of(family: Family) -> ArchitectureMap:
-    found = map_for_model_type(next(iter(family.variants.values())).make_config().model_type)
-    assert found is not None
-    return found
-
-
 def row(family: Family, results: Sequence[Sequence[object]]) -> str:
     architecture = map_of(family)
-    own = [result for result in results if result[0] == family.name]
+    mine = [result for result in results if result[0] == family.name]
+    own = [result for result in mine if not str(result[2]).startswith("rope")]
+    heads = [result for result in mine if result not in own]
     errors = {
         dtype: max((float(str(found)) for *_, kind, found in own if kind == dtype and found is not None), default=None)
         for dtype in ("float64", "float32")
@@ -45,19 +39,29 @@ def row(family: Family, results: Sequence[Sequence[object]]) -> str:
     some = sorted({key.split(":")[1] for key, word in family.refused.items() if ":" in key and word})
     modes = ", ".join([*refused, *(f"{mode} (some)" for mode in some if mode not in refused)]) or "none"
     shown = {dtype: "" if error is None else f"{error:.0e}" for dtype, error in errors.items()}
-    cells = (family.name, len(family.variants), len(own), ", ".join(grown), head_dim(family), modes, *shown.values())
+    cells = (
+        family.name,
+        len(family.variants),
+        len(own),
+        ", ".join(grown),
+        head_dim(family, heads),
+        modes,
+        *shown.values(),
+    )
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def head_dim(family: Family) -> str:
-    """How heads can become larger: `exact`, by which methods under rotary positions, or not."""
+def head_dim(family: Family, results: Sequence[Sequence[object]]) -> str:
+    """How heads can become larger: `exact`, under rotary positions by which ways and with which error, or not."""
     architecture = map_of(family)
     if architecture.growth.head_dim is None:
         return "fixed"
-    if architecture.rope is not None:
-        return f"exact ({', '.join(architecture.rope.methods)})"
+    run = {str(mode)[5:]: None for _, _, mode, _, kind, _ in results if kind == "float64"}
+    if run:
+        worst = max(float(str(found)) for *_, kind, found in results if kind == "float64")
+        return f"exact ({', '.join(way for way in architecture.rope.methods if way in run)}), {worst:.0e}"
     rotated = any("rope(" in space.formula.text for space in architecture.spaces.values() if space.formula)
-    return "refused (rotary)" if rotated else "exact"
+    return "refused" if rotated else "exact"
 
 
 def table(lines: Iterable[str]) -> str:

@@ -20,7 +20,8 @@ class Family:
     `variants` are checkpoints by name, the first the usual one. `growths` is what `--grow` takes, beside `factor=2`.
     `refused` names the modes that are not function-exact, with a word that the refusal has to hold; a key `variant:mode`
     speaks of one variant, `variant:mode:growth` of one growth, where "" says that it is exact.
-    `impossible` names growths that are refused in every mode.
+    `impossible` names growths that are refused in every mode. `heads` are the growths of heads under rotary positions, by
+    variant: each is run by raised bases, those of heads and stream together by all ways that the map knows.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Family:
     growths: tuple[str, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
     impossible: Mapping[str, str] = field(default_factory=dict)
+    heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: str = ""
 
     def refusal(self, variant: str, mode: str, growth: str) -> str | None:
@@ -36,3 +38,12 @@ class Family:
             if key in self.refused:
                 return self.refused[key] or None
         return None
+
+
+def larger_heads(*variants: str, mixed: str, tied: bool = False) -> dict[str, tuple[str, ...]]:
+    """`Family.heads`: the first variant's heads grow alone and together with all else, the others' alone.
+
+    `tied`: a head's size is hidden / heads, so both grow.
+    """
+    alone = "hidden=2,head_dim=2" if tied else "head_dim=2"
+    return {variant: (alone, *([mixed] if variant == variants[0] else [])) for variant in variants}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from families import MODES, Family
+from families import MODES, Family, larger_heads
 from models import BATCH, BERT, EPS, POSITIONS, VOCAB, Variant, fixed_inputs
 from transformers import PreTrainedConfig
 
@@ -33,10 +33,11 @@ def _family(
     ffn: str = "intermediate=3",
     refused: Mapping[str, str] | None = None,
     impossible: Mapping[str, str] | None = None,
+    heads: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Family:
     """A family that grows in its FFN alone, too; that leaves the stream alone, so no mode is refused."""
     exact = {f"{variant}:{mode}:{ffn}": "" for variant in variants for mode in MODES}
-    return Family(name, variants, (*growths, ffn), {**(refused or {}), **exact}, impossible or {})
+    return Family(name, variants, (*growths, ffn), {**(refused or {}), **exact}, impossible or {}, heads or {})
 
 
 def _both(word: str, *variants: str, modes: tuple[str, ...] = ("orthogonal", "sum")) -> dict[str, str]:
@@ -465,7 +466,9 @@ FAMILIES: tuple[Family, ...] = (
                 "modernbert_qa",
             ),
         },
-        impossible={"hidden=2,head_dim=2": "rotary angles depend on the head size"},
+        heads=larger_heads(
+            "modernbert", "modernbert_biases_base", mixed="hidden=6,intermediate=2,heads=2,head_dim=3", tied=True
+        ),
     ),
     _family(
         "nomic_bert",
@@ -477,7 +480,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         _ROTARY_GROWTHS,
         refused=_both(_TRANSFORM_EPS, "nomic_bert_mlm"),
-        impossible={"hidden=2,head_dim=2": "rotary angles depend on the head size"},
+        heads=larger_heads("nomic_bert", mixed="hidden=2,intermediate=3,heads=4,head_dim=3"),
     ),
     _family(
         "deberta-v2",

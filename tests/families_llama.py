@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import transformers
-from families import Family
+from families import Family, larger_heads
 from models import EPS, LLAMA, VOCAB, Variant, fixed_inputs
 
 _SMALL = ("o_proj", "down_proj", "w2", "output_linear")
-_ROPE = {"head_dim=2": "rotary angles depend on the head size"}
+_MIXED = "hidden=2,intermediate=3,heads=4,kv_heads=2,head_dim=3"
+_MIXED_TIED = "hidden=6,intermediate=2,heads=2,kv_heads=2,head_dim=3"
 _UNTIED = {"tie_word_embeddings": False}
 _TIED = {"tie_word_embeddings": True}
 _LABELS = {"num_labels": 5}
@@ -124,7 +125,7 @@ FAMILIES: tuple[Family, ...] = (
             "qwen3_qa": _variant("Qwen3ForQuestionAnswering", _QWEN3),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("qwen3", "qwen3_biases", mixed=_MIXED),
     ),
     Family(
         "gemma",
@@ -136,7 +137,7 @@ FAMILIES: tuple[Family, ...] = (
             "gemma_classification": _variant("GemmaForSequenceClassification", _GEMMA, **_TIED, **_LABELS),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("gemma", "gemma_untied", mixed=_MIXED),
     ),
     Family(
         "gemma2",
@@ -150,7 +151,7 @@ FAMILIES: tuple[Family, ...] = (
             "gemma2_classification": _variant("Gemma2ForSequenceClassification", _GEMMA2, **_TIED, **_LABELS),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("gemma2", mixed=_MIXED),
     ),
     Family(
         "gemma3_text",
@@ -161,7 +162,7 @@ FAMILIES: tuple[Family, ...] = (
             "gemma3_text_classification": _variant("Gemma3TextForSequenceClassification", _GEMMA2, **_TIED, **_LABELS),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("gemma3_text", "gemma3_text_untied", mixed=_MIXED),
     ),
     Family(
         "mixtral",
@@ -173,7 +174,7 @@ FAMILIES: tuple[Family, ...] = (
             "mixtral_classification": _variant("MixtralForSequenceClassification", _MIXTRAL, **_LABELS),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("mixtral", "mixtral_tied", mixed=_MIXED),
     ),
     Family(
         "qwen2_moe",
@@ -191,7 +192,7 @@ FAMILIES: tuple[Family, ...] = (
             "heads=2,kv_heads=2",
             "hidden=3",
         ),
-        impossible=_ROPE,
+        heads=larger_heads("qwen2_moe", mixed=_MIXED),
     ),
     Family(
         "qwen3_moe",
@@ -207,7 +208,7 @@ FAMILIES: tuple[Family, ...] = (
             "heads=2,kv_heads=2",
             "hidden=3",
         ),
-        impossible=_ROPE,
+        heads=larger_heads("qwen3_moe", "qwen3_moe_mixed", mixed=_MIXED),
     ),
     Family(
         "olmo",
@@ -220,7 +221,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         ("hidden=2,intermediate=3,heads=2,kv_heads=1", "hidden=3,intermediate=2"),
         refused=dict.fromkeys(("orthogonal", "sum"), "the norm of hidden has its epsilon 1e-05 in the code"),
-        impossible=_ROPE,
+        heads=larger_heads("olmo", mixed=_MIXED),
         notes="Tied embeddings are refused in every mode: the last norm has no gain that could take the head's factor.",
     ),
     Family(
@@ -233,7 +234,7 @@ FAMILIES: tuple[Family, ...] = (
             "olmo2_classification": _variant("Olmo2ForSequenceClassification", _BASE, **_LABELS),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("olmo2", "olmo2_biases", mixed=_MIXED),
     ),
     Family(
         "olmoe",
@@ -244,7 +245,7 @@ FAMILIES: tuple[Family, ...] = (
             "olmoe_base": _variant("OlmoeModel", _OLMOE),
         },
         ("hidden=2,intermediate=3,heads=2,kv_heads=1", "intermediate=3", "hidden=3"),
-        impossible={"hidden=2,head_dim=2": "rotary angles depend on the head size"},
+        heads=larger_heads("olmoe", mixed=_MIXED_TIED, tied=True),
     ),
     Family(
         "granite",
@@ -254,7 +255,7 @@ FAMILIES: tuple[Family, ...] = (
             "granite_base": _variant("GraniteModel", _GRANITE, num_key_value_heads=1),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("granite", mixed=_MIXED),
     ),
     Family(
         "granitemoe",
@@ -264,7 +265,7 @@ FAMILIES: tuple[Family, ...] = (
             "granitemoe_base": _variant("GraniteMoeModel", _GRANITEMOE, num_key_value_heads=1),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("granitemoe", mixed=_MIXED),
     ),
     Family(
         "cohere",
@@ -276,7 +277,7 @@ FAMILIES: tuple[Family, ...] = (
             "cohere_base": _variant("CohereModel", _COHERE),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("cohere", "cohere_normed_biases", mixed=_MIXED),
     ),
     Family(
         "cohere2",
@@ -286,7 +287,7 @@ FAMILIES: tuple[Family, ...] = (
             "cohere2_base": _variant("Cohere2Model", _COHERE),
         },
         ("hidden=2,intermediate=3,heads=2,kv_heads=1", "intermediate=3", "hidden=3"),
-        impossible={"hidden=2,head_dim=2": "rotary angles depend on the head size"},
+        heads=larger_heads("cohere2", mixed=_MIXED),
     ),
     Family(
         "glm",
@@ -298,7 +299,7 @@ FAMILIES: tuple[Family, ...] = (
             "glm_classification": _variant("GlmForSequenceClassification", _GLM, **_LABELS),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("glm", "glm_unbiased", mixed=_MIXED),
     ),
     Family(
         "glm4",
@@ -309,7 +310,7 @@ FAMILIES: tuple[Family, ...] = (
             "glm4_base": _variant("Glm4Model", _GLM),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("glm4", mixed=_MIXED),
     ),
     Family(
         "smollm3",
@@ -321,7 +322,7 @@ FAMILIES: tuple[Family, ...] = (
             "smollm3_qa": _variant("SmolLM3ForQuestionAnswering", _SMOLLM3),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("smollm3", mixed=_MIXED),
     ),
     Family(
         "exaone4",
@@ -335,7 +336,7 @@ FAMILIES: tuple[Family, ...] = (
             "exaone4_classification": _variant("Exaone4ForSequenceClassification", _EXAONE4, **_LABELS),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("exaone4", "exaone4_full", mixed=_MIXED),
     ),
     Family(
         "nemotron",
@@ -348,19 +349,26 @@ FAMILIES: tuple[Family, ...] = (
             "nemotron_classification": _variant("NemotronForSequenceClassification", _NEMOTRON, **_LABELS),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("nemotron", "nemotron_biases", mixed=_MIXED),
     ),
     Family(
         "gpt_oss",
         {
             "gpt_oss": _variant("GptOssForCausalLM", _GPT_OSS),
             "gpt_oss_tied": _variant("GptOssForCausalLM", _GPT_OSS, **_TIED, swiglu_limit=0.8, num_key_value_heads=1),
-            "gpt_oss_unbiased": _variant("GptOssForCausalLM", _GPT_OSS, attention_bias=False, num_key_value_heads=6),
+            "gpt_oss_unbiased": _variant(
+                "GptOssForCausalLM",
+                _GPT_OSS,
+                attention_bias=False,
+                num_key_value_heads=6,
+                rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+            ),
             "gpt_oss_base": _variant("GptOssModel", _GPT_OSS),
             "gpt_oss_classification": _variant("GptOssForSequenceClassification", _GPT_OSS, **_LABELS),
         },
         _GROWN,
-        impossible=_ROPE,
+        # Its own scaling is YaRN, which leaves one way.
+        heads={"gpt_oss": ("head_dim=2",), "gpt_oss_unbiased": ("head_dim=2", _MIXED)},
     ),
     Family(
         "minicpm3",
@@ -371,6 +379,7 @@ FAMILIES: tuple[Family, ...] = (
             "minicpm3_base": _variant("MiniCPM3Model", _MINICPM3),
         },
         ("hidden=2,intermediate=3,heads=4,query_rank=3,latent_rank=2", *_MLA_ALONE),
+        heads=larger_heads("minicpm3", "minicpm3_direct", mixed="hidden=2,intermediate=3,heads=4,head_dim=3"),
     ),
     Family(
         "deepseek_v2",
@@ -382,6 +391,7 @@ FAMILIES: tuple[Family, ...] = (
             "deepseek_v2_base": _variant("DeepseekV2Model", _DEEPSEEK),
         },
         ("hidden=2,intermediate=3,expert_intermediate=5,heads=4,query_rank=3", *_MLA_ALONE, "expert_intermediate=3"),
+        heads=larger_heads("deepseek_v2", "deepseek_v2_tied", mixed="hidden=2,intermediate=3,heads=4,head_dim=3"),
     ),
     Family(
         "deepseek_v3",
@@ -394,6 +404,7 @@ FAMILIES: tuple[Family, ...] = (
             "deepseek_v3_classification": _variant("DeepseekV3ForSequenceClassification", _DEEPSEEK, **_LABELS),
         },
         ("hidden=2,intermediate=3,expert_intermediate=5,heads=4,query_rank=3", *_MLA_ALONE, "expert_intermediate=3"),
+        heads=larger_heads("deepseek_v3", "deepseek_v3_halves", mixed="hidden=2,intermediate=3,heads=4,head_dim=3"),
     ),
     Family(
         "llava",
@@ -420,6 +431,6 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _GROWN,
-        impossible=_ROPE,
+        heads=larger_heads("llava", "llava_mistral", mixed=_MIXED),
     ),
 )

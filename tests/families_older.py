@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 import transformers
-from families import MODES, Family
+from families import MODES, Family, larger_heads
 from models import EPS, POSITIONS, VOCAB, Variant, fixed_inputs
 
 _LABELS = {"num_labels": 5}
@@ -41,7 +41,10 @@ GPT_NEOX = Family(
         "gpt_neox_qa": Variant("GPTNeoXForQuestionAnswering", _NEOX, small=_SMALL),
     },
     growths=("hidden=2,intermediate=3", "intermediate=3", "heads=3"),
-    impossible={"hidden=2,heads=1": "rotary", "hidden=3,heads=2": "head_dim"},
+    impossible={"hidden=3,heads=2": "head_dim"},
+    heads=larger_heads(
+        "gpt_neox", "gpt_neox_sequential", mixed="hidden=6,intermediate=2,heads=2,head_dim=3", tied=True
+    ),
 )
 
 _PHI = {**_BASE, "num_attention_heads": 6, "num_key_value_heads": 3, "layer_norm_eps": EPS, "hidden_size": 48}
@@ -58,7 +61,10 @@ PHI = Family(
         "phi_tokens": Variant("PhiForTokenClassification", {**_PHI, **_LABELS}, small=_SMALL),
     },
     growths=("hidden=2,intermediate=3,heads=2,kv_heads=1", "intermediate=3", "hidden=3,heads=3,kv_heads=3"),
-    impossible={"head_dim=2": "rotary"},
+    heads={
+        **larger_heads("phi", "phi_head_dim", mixed="hidden=2,intermediate=3,heads=4,kv_heads=2,head_dim=3"),
+        "phi_qk_norm": ("hidden=2,head_dim=2",),
+    },
 )
 
 _PHI3 = {**_BASE, "num_attention_heads": 6, "num_key_value_heads": 3, "rms_norm_eps": EPS}
@@ -85,7 +91,7 @@ PHI3 = Family(
         "phi3_tokens": Variant("Phi3ForTokenClassification", {**_PHI3, **_LABELS}),
     },
     growths=("hidden=2,intermediate=3,heads=2,kv_heads=1", "intermediate=3", "heads=2,hidden=2"),
-    impossible={"head_dim=2": "rotary"},
+    heads=larger_heads("phi3", "phi3_partial", mixed="hidden=2,intermediate=3,heads=4,kv_heads=2,head_dim=3"),
 )
 
 
@@ -120,12 +126,19 @@ FALCON = Family(
         "falcon_qa": Variant("FalconForQuestionAnswering", _FALCON, small=_SMALL),
     },
     growths=("hidden=2,intermediate=3,heads=2,kv_heads=2", "intermediate=3", "heads=3,kv_heads=3"),
-    impossible={"hidden=2,heads=1,kv_heads=1": "rotary"},
+    heads=larger_heads(
+        "falcon_7b",
+        "falcon_40b",
+        "falcon_rotary_mha",
+        mixed="hidden=6,intermediate=2,heads=2,kv_heads=2,head_dim=3",
+        tied=True,
+    ),
 )
 FALCON_GROUPS = Family(
     "falcon_groups",
     {"falcon_groups": Variant("FalconForCausalLM", _FALCON_40B, small=_SMALL)},
     growths=("hidden=2,heads=2,kv_heads=1,intermediate=3", "heads=6,kv_heads=2"),
+    heads={"falcon_groups": ("hidden=2,head_dim=2",)},
 )
 FALCON_RW = Family(
     "falcon_rw",
@@ -256,7 +269,7 @@ GPTJ = Family(
         "gptj_qa": Variant("GPTJForQuestionAnswering", _GPTJ, small=_SMALL),
     },
     growths=("hidden=2,intermediate=3", "intermediate=3", "heads=3"),
-    impossible={"hidden=2,heads=1": "rotary"},
+    heads=larger_heads("gptj", mixed="hidden=6,intermediate=2,heads=2,head_dim=3", tied=True),
 )
 
 _BLOOM = {
@@ -352,7 +365,7 @@ STARCODER2 = Family(
         "starcoder2_tokens": Variant("Starcoder2ForTokenClassification", {**_STARCODER2, **_LABELS}),
     },
     growths=("hidden=2,intermediate=3,heads=2,kv_heads=1", "intermediate=3", "hidden=2", "heads=2"),
-    impossible={"head_dim=2": "rotary"},
+    heads=larger_heads("starcoder2", mixed="hidden=2,intermediate=3,heads=4,kv_heads=2,head_dim=3"),
 )
 
 _STABLELM = {**_BASE, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "layer_norm_eps": EPS}
@@ -378,7 +391,9 @@ STABLELM = Family(
         "heads=2,kv_heads=2",
         "hidden=6,heads=6,kv_heads=3",
     ),
-    impossible={"hidden=2,heads=1": "rotary"},
+    heads=larger_heads(
+        "stablelm", "stablelm_base", mixed="hidden=6,intermediate=2,heads=2,kv_heads=2,head_dim=3", tied=True
+    ),
 )
 
 _CODEGEN = {
@@ -396,7 +411,7 @@ CODEGEN = Family(
         "codegen_base": Variant("CodeGenModel", {**_CODEGEN, "activation_function": "relu"}, small=_SMALL),
     },
     growths=("hidden=2,intermediate=3", "intermediate=3", "heads=3"),
-    impossible={"hidden=2,heads=1": "rotary"},
+    heads=larger_heads("codegen", mixed="hidden=6,intermediate=2,heads=2,head_dim=3", tied=True),
 )
 
 _PERSIMMON = {**_BASE, "layer_norm_eps": EPS}
@@ -415,7 +430,7 @@ PERSIMMON = Family(
         "persimmon_tokens": Variant("PersimmonForTokenClassification", {**_PERSIMMON, **_LABELS}, small=_SMALL),
     },
     growths=("hidden=2,intermediate=3", "intermediate=3", "heads=3"),
-    impossible={"hidden=2,heads=1": "rotary"},
+    heads=larger_heads("persimmon", "persimmon_tied", mixed="hidden=6,intermediate=2,heads=2,head_dim=3", tied=True),
 )
 
 _MAMBA = {

@@ -124,6 +124,12 @@ def test_every_matrix_under_every_scaling(tmp_path: Path, family: str, growth: s
     assert error <= EXACT
 
 
+@pytest.mark.parametrize("way", ["theta", "spread"])
+def test_every_matrix_of_larger_heads_under_rotary_positions(tmp_path: Path, way: str) -> None:
+    options = {"grow": "hidden=2,heads=2,kv_heads=2,head_dim=3", "rope": way}
+    assert error_of(tmp_path, "llama", {"target_modules": ALL["llama"]}, options) <= EXACT
+
+
 def test_every_matrix_of_a_masked_model(tmp_path: Path) -> None:
     adapter = {"target_modules": [*ALL["bert"], "decoder"]}
     assert error_of(tmp_path, "bert_mlm_untied", adapter, {"factor": 2}) <= EXACT

@@ -20,6 +20,8 @@ from families import MODES, Family
 
 from widen_cli.convert import Report, prepare, run
 from widen_cli.errors import WidenError
+from widen_cli.map_rules import ArchitectureMap
+from widen_cli.maps import map_for_model_type
 from widen_cli.options import Options
 
 FAMILIES: tuple[Family, ...] = (*families_encoders.FAMILIES, *families_llama.FAMILIES, *families_older.FAMILIES)
@@ -36,12 +38,43 @@ def growths(family: Family, number: int, mode: str) -> tuple[str, ...]:
     return (known[(number + turn) % len(known)],) if (number + turn) % 2 else ()
 
 
+def map_of(family: Family) -> ArchitectureMap:
+    found = map_for_model_type(next(iter(family.variants.values())).make_config().model_type)
+    assert found is not None
+    return found
+
+
+def ways(family: Family) -> list[str]:
+    """The ways in which heads grow that the family's map knows."""
+    rope = map_of(family).rope
+    return list(rope.methods) if rope else []
+
+
+def exact_mode(family: Family, variant: str, growth: str, turn: int) -> str:
+    """One of the modes that are function-exact."""
+    exact = [mode for mode in MODES if family.refusal(variant, mode, growth) is None]
+    return exact[turn % len(exact)]
+
+
 CASES = [
     pytest.param(family, variant, mode, growth, id=f"{variant}-{mode}-{growth}")
     for family in FAMILIES
     for number, variant in enumerate(family.variants)
     for mode in MODES
     for growth in growths(family, number, mode)
+]
+
+
+# Larger heads under rotary positions, each in one mode, in turn.
+WAYS = ("theta", "spread")
+HEADS = [
+    pytest.param(family, variant, growth, way, mode, id=f"{variant}-{way}-{mode}-{growth}")
+    for family in FAMILIES
+    for number, (variant, growths_of_heads) in enumerate(family.heads.items())
+    for place, growth in enumerate(growths_of_heads)
+    for turn, way in enumerate(way for way in WAYS if way in ways(family))
+    if way == "theta" or place == 1 or ways(family) == ["spread"]
+    for mode in [exact_mode(family, variant, growth, number + place + turn)]
 ]
 
 
@@ -110,6 +143,22 @@ def test_the_function_is_kept(
     assert found <= EXACT
 
 
+@pytest.mark.parametrize(("family", "variant", "growth", "way", "mode"), HEADS)
+def test_larger_heads_under_rotary_positions(
+    family: Family, variant: str, growth: str, way: str, mode: str, narrow: Narrow, tmp_path: Path
+) -> None:
+    source, target = narrow.folder(family.name, variant, torch.float64), tmp_path / "wide"
+    report = convert(source, target, growth, scaling=mode, rope=way)
+    found = error(narrow, family, variant, torch.float64, report, target)
+    note(family, variant, f"rope {way}", growth, "float64", found)
+    assert found <= EXACT
+
+
+def test_every_map_with_ways_to_grow_heads_is_run() -> None:
+    run_here = {map_of(family).architecture for family in FAMILIES if family.heads}
+    assert {map_of(family).architecture for family in FAMILIES if ways(family)} == run_here
+
+
 @pytest.mark.parametrize(
     ("family", "growth", "word"),
     [
@@ -139,4 +188,9 @@ def test_float32_without_being_told_more(family: Family, narrow: Narrow, tmp_pat
         report = convert(source, target, "factor=2")
         found = error(narrow, family, variant, torch.float32, report, target)
         note(family, variant, report.job.plan.mode, "factor=2", "float32", found)
+        assert found <= 1e-4
+    for variant, (growth, *_) in list(family.heads.items())[:1]:
+        source, target = narrow.folder(family.name, variant, torch.float32), tmp_path / "heads"
+        found = error(narrow, family, variant, torch.float32, convert(source, target, growth), target)
+        note(family, variant, "rope", growth, "float32", found)
         assert found <= 1e-4

@@ -179,9 +179,27 @@ def test_form(write: Callable[..., Path], old: str, new: str, expected: list[str
         ),
         (
             "tensors:",
+            "rope: {keys: [esp], methods: {theta: true}}\ntensors:",
+            "9:15",
+            "'esp' is no config key of this map (did you mean 'eps'?)",
+        ),
+        (
+            "tensors:",
+            "rope: {lists: [esp], methods: {spread: true}}\ntensors:",
+            "9:16",
+            "'esp' is no config key of this map (did you mean 'eps'?)",
+        ),
+        (
+            "tensors:",
+            "rope: {methods: {spread: true}, reasons: [{if: esp == 0, why: so}]}\ntensors:",
+            "9:48",
+            f"'esp' {WHAT_NAME} (did you mean 'eps'?)",
+        ),
+        (
+            "tensors:",
             "rope: {keys: [eps], methods: {frequencies: true}}\ntensors:",
             "9:1",
-            "frequencies needs a 'tensor' of numbers that divide them",
+            "frequencies needs a 'tensor' or 'lists' of numbers that divide them",
         ),
         (
             "tensors:",
@@ -398,9 +416,12 @@ config: {base: 10000.0, other_base: 500.0, scale: 0, scaling: none}
 multipliers: [scale]
 scalars: {q.weight: q.scale}
 rope:
-  keys: [base, [other_base, local_base]]
+  keys: [base, other_base]
+  lists: [shorts]
   tensor: freqs
   methods: {theta: true, spread: scaling != "yarn"}
+  reasons: [{if: scaling == "dynamic", why: its base moves}]
+places: {other_base: [scales.base, local_base], shorts: [scales.shorts]}
 tensors:
   q.weight: head_dim <- hidden
   q.scale?: "1"
@@ -409,12 +430,14 @@ tensors:
 
 
 def test_what_a_map_says_of_heads_and_factors(write: Callable[..., Path]) -> None:
-    """One name of a base is short for a list of it; the ways stand in the order in which they are taken."""
+    """The ways stand in the order in which they are taken."""
     found = load_map(write(HEADS))
     assert (found.growth.head_dim, found.growth.with_head_dim) == ("head_dim", ("value_dim",))
     assert (found.multipliers, found.scalars) == (("scale",), {"q.weight": "q.scale"})
     assert found.rope is not None
-    assert (found.rope.keys, found.rope.tensor) == ((("base",), ("other_base", "local_base")), "freqs")
+    assert (found.rope.keys, found.rope.lists, found.rope.tensor) == (("base", "other_base"), ("shorts",), "freqs")
+    assert found.places == {"other_base": ("scales.base", "local_base"), "shorts": ("scales.shorts",)}
+    assert {formula.text: why for formula, why in found.rope.reasons} == {'scaling == "dynamic"': "its base moves"}
     assert {name: formula.text for name, formula in found.rope.methods.items()} == {
         "theta": "True",
         "spread": 'scaling != "yarn"',
@@ -439,7 +462,7 @@ def test_a_child_changes_what_its_parent_says_of_heads(write: Callable[..., Path
     )
     assert child.scalars == {}
     assert child.rope is not None
-    assert (child.rope.tensor, list(child.rope.methods), child.rope.keys[0]) == (None, ["theta"], ("base",))
+    assert (child.rope.tensor, list(child.rope.methods), child.rope.keys[0]) == (None, ["theta"], "base")
 
 
 def test_removing_what_is_not_there_is_a_mistake(write: Callable[..., Path]) -> None:

@@ -250,11 +250,6 @@ def test_what_a_config_ties_together_cannot_be_torn_apart(grow: str) -> None:
         ("vocab=2", "--grow vocab: 'vocab' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim"),
         ("rotary=2", "--grow rotary: 'rotary' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim"),
         (
-            "head_dim=2",
-            "--grow head_dim=2: 'head_dim' cannot grow exactly: its rotary angles depend on the head size, and a plain "
-            "repeat gives the copies other angles; grow heads instead",
-        ),
-        (
             "hidden=2,heads=3",
             "in: the wide model would have heads 18, hidden 24, and 'llama' needs hidden % heads == 0; choose other "
             "factors with --grow",

@@ -379,3 +379,16 @@ def test_offset_gains_with_scale_one_are_untouched() -> None:
     values = np.array([0.1, -0.3, 5.0], np.float32)
     found = Cast(STORED["F32"], STORED["F32"], 1).scaled(values, ONE, Counts())
     np.testing.assert_array_equal(found, values.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", ["F32", "BF16", "F8_E4M3"])
+@pytest.mark.parametrize("growth", [Copies(4, 2, True), Copies(1, 2, True, inner=Copies(4))], ids=["beside", "behind"])
+def test_a_silent_copy_of_an_offset_gain_is_minus_one(name: str, growth: Copies) -> None:
+    """So that 1 + w is zero; without an offset it is zero itself."""
+    dtype = STORED[name]
+    values = np.array([[0.5, -0.25, 0.0, 2.0]], array_type(dtype))
+    for offset, silent in ((1, -1.0), (0, 0.0)):
+        found = widened_rows(values, (growth,), ONE, Cast(dtype, dtype, offset), Counts()).view(array_type(dtype))
+        copies = found.reshape(4, 2).T if growth.inner is None else found.reshape(2, 4)
+        np.testing.assert_array_equal(copies[0], values[0])
+        np.testing.assert_array_equal(copies[1].astype(np.float64), silent)

@@ -15,7 +15,7 @@ from widen_cli.scales import ONE, Scale
 class Copies:
     """`size` old positions, each standing `copies` times in a row, each followed by what `inner` makes of it.
 
-    `first_only`: only the first of the copies holds the values, the others are zero.
+    `first_only`: only the first of the copies holds the values, the others are used as zero.
     `scale` multiplies every value; it is read at the leaves, where `inner` is None.
     """
 

@@ -78,13 +78,16 @@ class Growth:
 class Rope:
     """What a larger head size under rotary positions needs.
 
-    `keys` hold the bases of the angles, each with the names that it may have; `tensor` is one of numbers that divide the
-    frequencies; `methods` are the ways to grow that keep the function, each with the condition under which it does.
+    `keys` hold the bases of the angles, `lists` one number for each pair that divides its frequency, as `tensor` does;
+    `methods` are the ways to grow that keep the function, each with the condition under which it does; `reasons` say under
+    which condition none of them does, and why.
     """
 
-    keys: tuple[tuple[str, ...], ...]
+    keys: tuple[str, ...]
+    lists: tuple[str, ...]
     tensor: str | None
     methods: dict[str, Formula]
+    reasons: tuple[tuple[Formula, str], ...]
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
     `by_names`: of families whose tensors have the same names, the one that a model without a config is taken for.
+    `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
     a weight makes, by the weight's name. `merged` is the document itself, with what it extends.
     """
@@ -115,6 +119,7 @@ class ArchitectureMap:
     drop: tuple[str, ...]
     output: str | None
     sidecars: dict[str, dict[str, str]]
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rope: Rope | None = None
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)

@@ -48,10 +48,17 @@ class GrowthSection(_Section):
     head_dim: str | list[str] | None = None
 
 
+class ReasonSection(_Section):
+    condition: str = Field(alias="if")
+    why: str
+
+
 class RopeSection(_Section):
-    keys: list[str | list[str]] = []
+    keys: list[str] = []
+    lists: list[str] = []
     tensor: str | None = None
     methods: dict[str, str | bool]
+    reasons: list[ReasonSection] = []
 
 
 class MapDocument(_Section):
@@ -62,6 +69,7 @@ class MapDocument(_Section):
     synonyms: dict[str, str] = {}
     repeats: dict[str, str | list[str]] = {}
     config: dict[str, Any] = {}
+    places: dict[str, list[str]] = {}
     axes: dict[str, AxisSection]
     growth: GrowthSection
     requires: list[str] = []

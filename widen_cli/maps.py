@@ -113,6 +113,7 @@ class _Compiler:
                 drop=tuple(document.drop),
                 output=document.output,
                 sidecars=document.sidecars,
+                places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
@@ -218,10 +219,13 @@ class _Compiler:
         for method in ("theta", "frequencies"):
             if method in methods and not section.keys:
                 self.key_fault(("rope",), f"{method} needs 'keys', the config keys of the angles' base")
-        if "frequencies" in methods and section.tensor is None:
-            self.key_fault(("rope",), "frequencies needs a 'tensor' of numbers that divide them")
-        keys = tuple((key,) if isinstance(key, str) else tuple(key) for key in section.keys)
-        return Rope(keys, section.tensor, methods)
+        if "frequencies" in methods and section.tensor is None and not section.lists:
+            self.key_fault(("rope",), "frequencies needs a 'tensor' or 'lists' of numbers that divide them")
+        reasons = tuple(
+            (self.condition(reason.condition, ("rope", "reasons", n, "if"), document), reason.why)
+            for n, reason in enumerate(section.reasons)
+        )
+        return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, reasons)
 
     def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
         for name, sections in document.tensors.items():
@@ -303,10 +307,10 @@ class _Compiler:
                 self.fault(("scalars", weight), f"'{scalar}' and its weight '{weight}' have to count the same layers")
         if document.rope is not None and document.rope.tensor is not None:
             uses.append((("rope", "tensor"), document.rope.tensor, patterns))
-        for number, names in enumerate(document.rope.keys if document.rope else ()):
-            listed = [names] if isinstance(names, str) else names
-            key = next((name for name in listed if name in document.config), listed[0] if listed else "")
-            uses.append((("rope", "keys", number), key, document.config))
+        if document.rope is not None:
+            keys_known = [*document.config, *document.places]
+            for section, keys in (("keys", document.rope.keys), ("lists", document.rope.lists)):
+                uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
         if document.output is not None:
             uses.append((("output",), document.output, {*document.axes, *document.spaces}))
         for path, word, known in uses:
@@ -320,6 +324,7 @@ _WHAT = {
     "scalars": "tensor",
     "rope.tensor": "tensor",
     "rope.keys": "config key",
+    "rope.lists": "config key",
     "multipliers": "config key",
     "output": "axis or space",
 }

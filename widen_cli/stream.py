@@ -233,7 +233,7 @@ class _Work:
         wide = self.widened(self.read(start, stop), Run(start, stop, 1, first.scale), counts)
         rows, zero = (np.concatenate(parts) for parts in zip(*origins, strict=True))
         wide = wide[rows - start]
-        wide[zero] = 0
+        wide[zero] = self.cast.silent
         self.write(task[0].row, wide)
         return counts
 
@@ -251,9 +251,12 @@ class _Work:
             rows = dequantized(stored, block_type(self.layout.source.name))
         else:
             rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
-        cast = Cast(self.plan.held, self.layout.target, self.plan.offset)
-        wide = widened_rows(rows, self.layout.trailing, scale, cast, counts)
+        wide = widened_rows(rows, self.layout.trailing, scale, self.cast, counts)
         return times_copies(wide, self.plan.copy_factors, counts) if self.plan.copy_factors else wide
+
+    @property
+    def cast(self) -> Cast:
+        return Cast(self.plan.held, self.layout.target, self.plan.offset)
 
     def block(self, block: Block) -> Counts:
         return self.widen(block, self.read(block.run.start, block.run.stop))
@@ -263,11 +266,11 @@ class _Work:
         counts, run = Counts(), block.run
         wide = self.widened(data, run, counts)
         if run.zero:
-            wide = np.zeros_like(wide)
+            wide = np.full_like(wide, self.cast.silent)
         if run.each > 1:
             wide = np.repeat(wide, run.each, axis=0)
             if run.first_only:
-                wide.reshape(-1, run.each, *wide.shape[1:])[:, 1:] = 0
+                wide.reshape(-1, run.each, *wide.shape[1:])[:, 1:] = self.cast.silent
         self.write(block.row, wide)
         return Counts() if run.again else counts
 

@@ -106,6 +106,14 @@ class Cast:
         return np.asarray(product)
 
     @property
+    def silent(self) -> int:
+        """The bits of a copy that is to be used as zero: those of 0, or of -1 where 1 is added."""
+        if not self.offset:
+            return 0
+        value = np.array(-self.offset, _array_type(self.target))
+        return int(value.view(_BITS[value.dtype.itemsize]))
+
+    @property
     def wide(self) -> Any:
         """The type to compute in: float64, for float64 itself the longest float that the machine has."""
         return np.longdouble if max(self.source.bits, self.target.bits) > 32 else np.float64
@@ -215,7 +223,7 @@ def widened_rows(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: 
         return bits
     for axis, growth in enumerate(trailing, start=1):
         if growth.old != growth.new:
-            bits = _spread(bits, axis, growth)
+            bits = _spread(bits, axis, growth, cast.silent)
     return bits
 
 
@@ -268,15 +276,16 @@ def _scale_parts(
         _scale_parts(rows.reshape(split), result.reshape(split), (inner, *rest), axis + 1, scale, cast, counts)
 
 
-def _spread(bits: Array, axis: int, growth: Growth) -> Array:
-    """Repeats along one axis as the tree says."""
-    if axis == bits.ndim - 1 and isinstance(growth, Copies) and growth.inner is None:
+def _spread(bits: Array, axis: int, growth: Growth, silent: int) -> Array:
+    """Repeats along one axis as the tree says; `silent` are the bits of copies that are to be used as zero."""
+    if axis == bits.ndim - 1 and isinstance(growth, Copies) and growth.inner is None and not silent:
         wide = bits.dtype.itemsize * growth.copies
         if wide in _BITS:
             return _multiplied(bits, growth, _BITS[wide])
     before, after = bits.shape[:axis], bits.shape[axis + 1 :]
     result = np.empty((*before, growth.new, *after), bits.dtype)
-    _fill(result.reshape(math.prod(before), growth.new, -1), bits.reshape(math.prod(before), growth.old, -1), growth)
+    shapes = ((math.prod(before), size, math.prod(after)) for size in (growth.new, growth.old))
+    _fill(result.reshape(next(shapes)), bits.reshape(next(shapes)), growth, silent)
     return result
 
 
@@ -287,12 +296,12 @@ def _multiplied(bits: Array, growth: Copies, wide: np.dtype[Any]) -> Array:
     return np.asarray((np.ascontiguousarray(bits).astype(wide) * wide.type(pattern)).view(bits.dtype))
 
 
-def _fill(out: Array, source: Array, growth: Growth) -> None:
+def _fill(out: Array, source: Array, growth: Growth, silent: int) -> None:
     """Writes the widened middle axis of `source` [n, old, m] into `out` [n, new, m]."""
     if isinstance(growth, Laid):
         old, new = 0, 0
         for part in growth.parts:
-            _fill(out[:, new : new + part.new], source[:, old : old + part.old], part)
+            _fill(out[:, new : new + part.new], source[:, old : old + part.old], part, silent)
             old, new = old + part.old, new + part.new
         return
     inner = growth.inner
@@ -302,14 +311,14 @@ def _fill(out: Array, source: Array, growth: Growth) -> None:
     blocks = source.reshape(n, growth.size, step_old, m)
     for copy in range(growth.copies):
         if growth.first_only and copy:
-            spread[:, :, copy] = 0
+            spread[:, :, copy] = silent
         elif inner is None:
             spread[:, :, copy] = blocks
         else:
-            _fill_each(spread[:, :, copy], blocks, inner)
+            _fill_each(spread[:, :, copy], blocks, inner, silent)
 
 
-def _fill_each(out: Array, blocks: Array, inner: Growth) -> None:
+def _fill_each(out: Array, blocks: Array, inner: Growth, silent: int) -> None:
     """The inner tree for every outer position: `blocks` [n, outer, old, m] into `out` [n, outer, new, m]."""
     for outer in range(blocks.shape[1]):
-        _fill(out[:, outer], blocks[:, outer], inner)
+        _fill(out[:, outer], blocks[:, outer], inner, silent)

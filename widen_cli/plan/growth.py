@@ -16,6 +16,7 @@ from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.equalities import Equality, followers
 from widen_cli.plan.laws import taken
 
+PLAIN = "its rotary angles depend on the head size, and a plain repeat gives the copies other angles"
 FACTOR_LIMIT = 65536  # beyond any model, and small enough that its primes are found at once
 
 
@@ -50,13 +51,15 @@ def axis_growth(
     by_heads: bool,
     positions: Mapping[str, set[str]],
     equal: Sequence[Equality] = (),
+    rope: str = PLAIN,
 ) -> AxisGrowth:
     """The factor of every axis.
 
     `factor` grows the family's width axes and its attention, by heads or by head size as `by_heads` says;
     `asked` sets single axes. An axis that the config ties to others (hidden = heads * head_dim) follows them.
-    `positions` names the axes that rotary angles, ALiBi slopes or run-time sinusoids stand on, `equal` the products of sizes
-    that have to stay equal: what was not asked for follows. Raises WidenError with every axis that cannot grow so, and why.
+    `positions` names the axes that rotary angles, ALiBi slopes or run-time sinusoids stand on, `rope` says what the first
+    speak against; `equal` are the products of sizes that have to stay equal: what was not asked for follows.
+    Raises WidenError with every axis that cannot grow so, and why.
     """
     _check_asked(architecture, asked)
     growth = architecture.growth
@@ -77,7 +80,7 @@ def axis_growth(
         if isinstance(balanced, Equality):
             torn.append(balanced)
         elif balanced is not None and all(balanced.factors[axis] == number for axis, number in asked.items()):
-            _check_positions(balanced.factors, positions)
+            _check_positions(balanced.factors, positions, rope)
             causes = {axis: text for axis, (_, text) in following.items()} | balanced.causes
             return AxisGrowth(balanced.factors, _notes(architecture, balanced.factors, wanted, causes))
     raise WidenError(_unequal(architecture, asked or wanted, torn[0]) if torn else _impossible(architecture, wanted))
@@ -194,12 +197,14 @@ def _factor_of(node: ast.expr, factors: Mapping[str, Fraction]) -> Fraction:
         case ast.BinOp(left=left, right=right):
             both = {_factor_of(left, factors), _factor_of(right, factors)}
             return both.pop() if len(both) == 1 else Fraction(0)
+        case ast.UnaryOp(operand=operand):
+            return _factor_of(operand, factors)
     return Fraction(1)
 
 
-def _check_positions(factors: Mapping[str, int], positions: Mapping[str, set[str]]) -> None:
+def _check_positions(factors: Mapping[str, int], positions: Mapping[str, set[str]], rope: str) -> None:
     reasons = {
-        "rope": "its rotary angles depend on the head size, and a plain repeat gives the copies other angles; grow heads instead",
+        "rope": f"{rope}; grow heads instead",
         "alibi": "ALiBi's slopes depend on the number of heads; grow head_dim instead",
         "sinusoid": "its positions are sinusoids computed at run time, which do not follow a repeat",
     }

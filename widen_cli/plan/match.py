@@ -88,13 +88,14 @@ class Match:
 
 
 def config_lookup(architecture: ArchitectureMap, config: ModelConfig) -> Lookup:
-    """Config values by key: what the config holds, else the map's default. Raises UnknownValueError for the rest.
+    """Config values by key: what the config holds, in the first of a key's places, else the map's default.
 
     The defaults say what a key means that a config leaves out; where there is no config they say nothing.
+    Raises UnknownValueError for what neither tells.
     """
 
     def lookup(key: str) -> Any:
-        value = config.get(key, MISSING)
+        value = next(iter(held(architecture, config, key).values()), config.get(key, MISSING))
         if value is MISSING and config.present:
             value = architecture.defaults.get(key, MISSING)
         if value is MISSING:
@@ -102,6 +103,12 @@ def config_lookup(architecture: ArchitectureMap, config: ModelConfig) -> Lookup:
         return value
 
     return lookup
+
+
+def held(architecture: ArchitectureMap, config: ModelConfig, key: str) -> dict[str, Any]:
+    """A key's values, by the places at which the config holds one, in the order in which the model looks."""
+    found = {place: config.get(place) for place in (*architecture.places.get(key, ()), key)}
+    return {place: value for place, value in found.items() if value is not None}
 
 
 def match_tensors(

@@ -20,7 +20,7 @@ from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.result import Plan, TensorPlan
-from widen_cli.plan.rotary import Rotary, base_changes, divisors, rotary_method
+from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
@@ -60,7 +60,8 @@ def make_plan(
     fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
     by_heads = _by_heads(architecture, match, positions, request.types)
     equal = equalities(architecture, sizes)
-    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal)
+    why = why_none(architecture, config)
+    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal, why)
     check_requirements(architecture, sizes, growth.factors, printable(request.file))
     axes = frozenset(axis for kind, axis in calls if kind == "rope")
     rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
@@ -107,7 +108,7 @@ class _Planner:
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
         mode, why, scales = self.choose_mode()
         arranged = self.arranged(tensors, mode, scales)
-        config = self.changes.all(scales) + base_changes(self.architecture, self.config, self.rotary)
+        config = self.changes.all(scales) + rotary_changes(self.architecture, self.config, self.rotary, self.pairs())
         self.warn()
         if not self.config.present and config:
             listed = ", ".join(f"{change.key} = {change.new}" for change in config)
@@ -257,19 +258,34 @@ class _Planner:
         rope, factor = self.architecture.rope, self.rotary.factor
         if rope is None or rope.tensor is None or self.rotary.method != "frequencies" or factor == 1:
             return planned
-        (axis,) = self.rotary.axes
-        pairs = self.sizes.known[axis]
+        pairs = self.pairs()
         return with_divisors(planned, rope.tensor, pairs, divisors(self.config, self.architecture, factor, 2 * pairs))
+
+    def pairs(self) -> int:
+        """How many rotary pairs an old head has; 0 where there is none, or nothing tells."""
+        return next((self.sizes.known.get(axis, 0) for axis in self.rotary.axes), 0)
 
     def needs(self, unknown: dict[str, str]) -> str:
         """What to say of axes whose sizes nothing tells; `unknown` names for each a tensor that holds a product with it."""
-        keys = [axis.keys[0] for name, axis in self.architecture.axes.items() if name in unknown and axis.keys]
+        keys = list(
+            dict.fromkeys(key for name in self.architecture.axes if name in unknown for key in self.telling(name))
+        )
         more = f"; where that is not enough, {' and '.join(keys[1:])} too" if keys[1:] else ""
         return (
             f"{self.file}: the tensors alone do not tell {', '.join(unknown)} "
             f"('{printable(next(iter(unknown.values())))}' holds only a product with it); "
             f"give --config, or --set {keys[0] if keys else 'the missing size'}=N{more}"
         )
+
+    def telling(self, name: str) -> list[str]:
+        """The config keys that tell an unknown axis: its own, or for one that is computed those of what it comes from."""
+        if name in self.sizes.known:
+            return []
+        axis = self.architecture.axes.get(name)
+        if axis is None or not axis.computed or axis.size is None:
+            return [name] if axis is None else list(axis.keys[:1])
+        roots = [key for word in axis.size.words for key in self.telling(word)]
+        return roots if name != self.architecture.growth.head_dim else []
 
     def assumptions(self) -> list[str]:
         """What was taken on the user's word: no shape can tell it."""

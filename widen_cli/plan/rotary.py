@@ -15,7 +15,8 @@ from widen_cli.config import ModelConfig, is_number
 from widen_cli.errors import WidenError, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.match import config_lookup
+from widen_cli.plan.growth import PLAIN
+from widen_cli.plan.match import config_lookup, held
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
 
 
@@ -62,36 +63,83 @@ def _holds(architecture: ArchitectureMap, config: ModelConfig, condition: Formul
         return False
 
 
-def base_changes(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary) -> list[ConfigChange]:
-    """The raised bases. Raises WidenError for one that is no number, or leaves float32, in which runtimes compute."""
-    if rotary.factor == 1 or rotary.method != "theta" or architecture.rope is None:
-        return []
-    changes = []
-    for key in (key for names in architecture.rope.keys for key in _held(config, names)):
-        old = _base(architecture, config, key)
+def why_none(architecture: ArchitectureMap, config: ModelConfig) -> str:
+    """Why no way keeps the function of a model, for where there is none."""
+    if architecture.rope is None:
+        return PLAIN
+    said = (why for condition, why in architecture.rope.reasons if _holds(architecture, config, condition))
+    if (why := next(said, None)) is not None:
+        return why
+    lookup = config_lookup(architecture, config)
+    told: dict[str, str] = {}
+    for word in (word for condition in architecture.rope.methods.values() for word in condition.words):
         try:
-            new = old**rotary.factor
-            exact = struct.unpack("<f", struct.pack("<f", new))[0] == new
-        except OverflowError:
-            raise WidenError(
-                f"{printable(config.name)}: {key} {config.get(key, old)} to the power of {rotary.factor} is too large for a float32; "
-                "grow heads instead, or take another --rope that is exact"
-            ) from None
-        changes.append(ConfigChange(key, config.get(key), new, EXACT if exact else ROUNDS))
+            told[word] = f"{word} is {lookup(word)!r}"
+        except UnknownValueError:
+            told[word] = f"{word} is not known (--set {word}=... tells it)"
+    return f"no way to do it is known to be exact, since {' and '.join(told.values())}"
+
+
+def rotary_changes(
+    architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary, pairs: int
+) -> list[ConfigChange]:
+    """The raised bases, and the longer lists of numbers that divide the frequencies of the `pairs` old pairs.
+
+    Raises WidenError for a base that is no number, or leaves float32, in which runtimes compute.
+    """
+    if rotary.factor == 1 or architecture.rope is None:
+        return []
+    changes = _bases(architecture, config, rotary.factor) if rotary.method == "theta" else []
+    for key in architecture.rope.lists:
+        for place, old in held(architecture, config, key).items():
+            if not isinstance(old, list) or not all(map(is_number, old)) or len(old) != pairs:
+                raise WidenError(
+                    f"{printable(config.name)}: {place} is no list of {pairs} numbers, one for each rotary pair of a head"
+                )
+            new = _longer(architecture, config, rotary, old)
+            changes.append(ConfigChange(place, old, new, ROUNDS if rotary.method == "frequencies" else EXACT))
     return changes
 
 
-def _base(architecture: ArchitectureMap, config: ModelConfig, key: str) -> float:
-    """The base that a key holds, or the map's default; WidenError where it is no positive number."""
-    base = config.get(key, architecture.defaults.get(key))
+def _bases(architecture: ArchitectureMap, config: ModelConfig, factor: int) -> list[ConfigChange]:
+    """The raised bases, at every place that holds one; at the key itself, where only its default says what it is."""
+    assert architecture.rope is not None
+    changes = []
+    for key in architecture.rope.keys:
+        for place in held(architecture, config, key) or ((key,) if key in architecture.defaults else ()):
+            old = _base(architecture, config, key, place)
+            try:
+                new = old**factor
+                exact = struct.unpack("<f", struct.pack("<f", new))[0] == new
+            except OverflowError:
+                raise WidenError(
+                    f"{printable(config.name)}: {place} {config.get(place, old)} to the power of {factor} is too large for a "
+                    "float32; grow heads instead, or take another --rope that is exact"
+                ) from None
+            changes.append(ConfigChange(place, config.get(place), new, EXACT if exact else ROUNDS))
+    return changes
+
+
+def _longer(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary, old: list[float]) -> list[float]:
+    """One number for each new pair. A pair of zeros may have any, and has that of the pair whose place it shares."""
+    if rotary.method == "theta":
+        return old * rotary.factor
+    if rotary.method == "spread":
+        return [number for number in old for _ in range(rotary.factor)]
+    factors = divisors(config, architecture, rotary.factor, 2 * len(old))
+    return [number * factor for number in old for factor in factors]
+
+
+def _base(architecture: ArchitectureMap, config: ModelConfig, key: str, place: str) -> float:
+    """The base at a place of a key, or the map's default; WidenError where it is no positive number."""
+    base = config.get(place, architecture.defaults.get(key) if config.present else None)
+    if base is None and not config.present:
+        raise WidenError(
+            f"{printable(config.name)}: {key} is not known, and --rope theta raises it; tell it with --set {key}=..."
+        )
     if not is_number(base) or base <= 0:
-        raise WidenError(f"{printable(config.name)}: {key} is {base!r}, where a positive number is needed")
+        raise WidenError(f"{printable(config.name)}: {place} is {base!r}, where a positive number is needed")
     return float(base)
-
-
-def _held(config: ModelConfig, names: tuple[str, ...]) -> list[str]:
-    """Those of a key's names that the config has; the first where it has none."""
-    return [name for name in names if config.get(name) is not None] or [names[0]]
 
 
 def divisors(config: ModelConfig, architecture: ArchitectureMap, factor: int, head: int) -> tuple[float, ...]:
@@ -101,6 +149,6 @@ def divisors(config: ModelConfig, architecture: ArchitectureMap, factor: int, he
     base**(-2j/d). `head` is d, the old number of rotated values.
     """
     assert architecture.rope is not None
-    (key, *_) = _held(config, architecture.rope.keys[0])
-    base = _base(architecture, config, key)
+    key = architecture.rope.keys[0]
+    base = _base(architecture, config, key, next(iter(held(architecture, config, key)), key))
     return tuple(base ** (-2 * copy / (factor * head)) for copy in range(factor))

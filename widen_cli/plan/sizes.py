@@ -63,9 +63,27 @@ class Sizes:
 
     def total(self, term: Term) -> int | None:
         """How many positions a term covers, None where that is not known."""
+        total = self._total(term)
+        return self._of_any_parts(term) if total is None and not isinstance(term, Name) else total
+
+    def _of_any_parts(self, term: Term) -> int | None:
+        """What parts of unknown sizes cover together, where it does not depend on them: a head of which any part is rotated."""
+        for name in self.architecture.axes.keys() - self.known.keys():
+            totals = {self._with(name, size)._total(term) for size in (2, 4)}
+            if len(totals) == 1 and None not in totals:
+                return totals.pop()
+        return None
+
+    def _with(self, axis: str, size: int) -> Sizes:
+        trial = Sizes(self.architecture, self.config)
+        trial.known = {**self.known, axis: size}
+        _from_formulas(trial)
+        return trial
+
+    def _total(self, term: Term) -> int | None:
         if isinstance(term, Name):
             return self.size(term.text)
-        inner = [self.total(item) for item in (term.items if isinstance(term, Product) else term.parts)]
+        inner = [self._total(item) for item in (term.items if isinstance(term, Product) else term.parts)]
         if any(size is None for size in inner):
             return None
         sizes = [size for size in inner if size is not None]

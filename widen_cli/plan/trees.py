@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 
 from widen_cli.blocks import block_type, can_dequantize, can_scale, can_widen
 from widen_cli.dimensions import Copies, Growth, Laid, leaf_scales
@@ -135,6 +136,8 @@ class TreeBuilder:
     ) -> Growth:
         """A product whose outer axis keeps its size needs no knowledge of it: [h, d] repeated in d is [h*d] repeated."""
         head, rest = terms[0], terms[1:]
+        if total is not None and (scale := self.still(Product(terms), before, role)) is not None:
+            return Copies(total, 1, False, scale)
         if total is None or not isinstance(head, Name) or any(isinstance(term, Parts) for term in rest):
             raise UnknownSizeError(self.unknown(terms))
         outer = [term.text for term in terms[:-1] if isinstance(term, Name)]
@@ -155,6 +158,8 @@ class TreeBuilder:
 
     def laid(self, head: Parts, before: tuple[str, ...], role: str, total: int | None) -> Growth:
         totals = [self.sizes.total(part) for part in head.parts]
+        if any(size is None for size in totals) and (together := self.together(head, before, role, total)) is not None:
+            return together
         if any(size is None for size in totals) and total is not None:
             axes = {tuple(self.axes((part,))) for part in head.parts}
             if len(axes) != 1 or total % len(head.parts):
@@ -163,6 +168,26 @@ class TreeBuilder:
         return Laid(
             tuple(self.tree((part,), before, role, size) for part, size in zip(head.parts, totals, strict=True))
         )
+
+    def together(self, head: Parts, before: tuple[str, ...], role: str, total: int | None) -> Growth | None:
+        """Parts of unknown sizes, where neighbours that do not grow and have one factor can be taken as one part."""
+        grouped = [
+            (scale, tuple(parts)) for scale, parts in groupby(head.parts, lambda part: self.still(part, before, role))
+        ]
+        trees: list[Growth] = []
+        for scale, parts in grouped:
+            size = total if len(grouped) == 1 else self.sizes.total(Parts(parts))
+            if size is None or (scale is None and len(parts) > 1):
+                return None
+            trees.append(Copies(size, 1, False, scale) if scale else self.tree((parts[0],), before, role, size))
+        return Laid(tuple(trees)) if len(trees) > 1 else trees[0]
+
+    def still(self, term: Term, before: tuple[str, ...], role: str) -> Scale | None:
+        """The one factor on all of a term within which nothing grows; None for another term."""
+        found = list(paths(term))
+        scales = {self.leaf_scale((*before, *path), role) for path in found}
+        grows = any(self.factor(name) != 1 for path in found for name in path)
+        return None if grows or len(scales) > 1 else scales.pop()
 
     def size(self, name: str, inside_product: bool) -> int | None:
         """The size of a name; alone in its dimension it is what is stored, as for labels of any number."""
