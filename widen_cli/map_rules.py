@@ -93,7 +93,7 @@ class ArchitectureMap:
 
     `by_names`: of families whose tensors have the same names, the one that a model without a config is taken for.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
-    a weight makes, by the weight's name.
+    a weight makes, by the weight's name. `todo` is what is not decided yet, with its places: such a map widens nothing.
     """
 
     architecture: str
@@ -118,6 +118,7 @@ class ArchitectureMap:
     rope: Rope | None = None
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
+    todo: tuple[tuple[str, Place], ...] = ()
 
     def axis_of(self, name: str) -> Axis | None:
         """The axis that a space (or an axis of that name) lies on, found through the formulas it comes out of."""

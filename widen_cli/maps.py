@@ -109,6 +109,7 @@ class _Compiler:
                 rope=self.rope(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
+                todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
             )
 
     def fault(self, path: Keys, message: str, column: int = 0) -> None:
