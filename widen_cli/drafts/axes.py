@@ -43,12 +43,12 @@ class Axes:
 
     def __init__(self, config: ModelConfig, patterns: Sequence[Pattern], gguf: bool) -> None:
         self.values = flat_values(config)
+        self.roles = _roles(gguf)
         self.sizes: dict[str, int] = {}
         self.keys: dict[str, str] = {}
         self.guessed: dict[str, str] = {}
-        roles = _roles(gguf)
         for key, value in self.values.items():
-            axis = roles.get(key.rpartition(".")[2], roles.get(key)) if is_size(value) else None
+            axis = self.roles.get(key.rpartition(".")[2], self.roles.get(key)) if is_size(value) else None
             if axis is not None and isinstance(value, int):
                 self.hold(axis, key, value)
         for axis, likely in LIKELY.items():
@@ -60,6 +60,10 @@ class Axes:
                     self.guessed[axis] = "by the key's name"
         self.find_hidden(patterns)
         self.find_intermediate(patterns)
+
+    def named(self, axis: str) -> list[str]:
+        """The config's keys that hold such an axis in maps that come with the tool."""
+        return [key for key in self.values if self.roles.get(key) == axis]
 
     def hold(self, axis: str, key: str, value: int) -> None:
         """Takes a key for an axis that has none yet; a key holds one axis."""
@@ -108,7 +112,8 @@ class Axes:
             fixed = ", fixed: true" if axis in FIXED else ""
             return f"{{key: {scalar(self.keys[axis])}{fixed}}}"
         if axis == "intermediate" and hidden and size % hidden == 0:
-            return f"{{size: {size // hidden} * hidden}}"
+            empty = next((key for key in self.named("intermediate") if self.values.get(key, 0) is None), None)
+            return f"{{{f'key: {scalar(empty)}, else' if empty else 'size'}: {size // hidden} * hidden}}"
         return "{key: hidden_size}" if axis == "hidden" else "{fixed: true}"
 
     def layers_key(self, count: int) -> str | None:
@@ -123,7 +128,8 @@ class Axes:
 
     def activation(self) -> str | None:
         """The key that names the activation."""
-        return next((key for key, value in self.values.items() if value in FUNCTIONS and key.isidentifier()), None)
+        named = ((key, value) for key, value in self.values.items() if isinstance(value, str) and key.isidentifier())
+        return next((key for key, value in named if value in FUNCTIONS), None)
 
     def tie(self) -> tuple[str, bool] | None:
         """The key that says whether the head is the embedding, and its value."""

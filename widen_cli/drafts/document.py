@@ -81,10 +81,13 @@ class Document:
 def _entries(entries: dict[str, Entry]) -> list[str]:
     names = {key: f"{scalar(key)}:" for key in entries}
     width = max((len(name) for name in names.values() if len(name) <= WIDEST), default=0)
+    texts = {key: f"  {names[key]:{width}} {entry.value}" for key, entry in entries.items()}
+    noted = [len(texts[key]) for key, entry in entries.items() if entry.note]
+    column = max((length for length in noted if length <= WIDEST + 40), default=0)
     lines = []
     for key, entry in entries.items():
         lines += [f"  # {line}" for line in entry.before]
-        lines.append(_line(f"  {names[key]:{width}} {entry.value}", entry.note))
+        lines.append(_line(f"{texts[key]:{column}}" if entry.note else texts[key], entry.note))
     return lines
 
 

@@ -16,8 +16,9 @@ Guess = tuple[str, str]  # the shape, and what is doubtful about it
 class ShapeGuesses:
     """Guesses for all patterns of a model; `shapes` holds for each the shape and a note on what is doubtful.
 
-    `fixed` are axes made for sizes that no key and no role explains, `packed` the tensors whose parts cannot be told apart,
-    `normed` the spaces that a norm writes, `head_norms` which of query and key pass a norm of their own.
+    `fixed` are axes made for sizes that no key and no role explains, `packed` the tensors that hold q, k and v in an order
+    that no shape tells, `doubled` those of gate and up; `normed` are the spaces that a norm writes, `head_norms` which of
+    query and key pass a norm of their own.
     """
 
     def __init__(self, patterns: Sequence[Pattern], axes: Axes, gguf: bool) -> None:
@@ -28,6 +29,7 @@ class ShapeGuesses:
         self.inner = axes.sizes.get("intermediate", 0)
         self.fixed: dict[str, int] = {}
         self.packed: list[str] = []
+        self.doubled: list[str] = []
         self.normed: set[str] = set()
         self.head_norms: set[str] = set()
         self.embedding: str | None = None
@@ -138,21 +140,47 @@ class ShapeGuesses:
         part = attention_part(pattern)
         if pattern.module in self.gated:
             return self.arrow(self.gated[pattern.module], self.reads), ""
-        if self.inner and (out, read) == (self.hidden, self.inner) and part in (None, "attended"):
-            return self.arrow("hidden", "product" if "gate" in self.gated.values() else "acted"), ""
-        if part is not None and self.hidden in (out, read):
+        if self.inner and (out, read) == (self.hidden, self.inner) and (part != "attended" or not self.is_rows(read)):
+            return self.down(pattern, read)
+        if part is not None and (out if part == "attended" else read) == self.hidden:
             return self.attention(pattern, part, out, read)
         if read == self.hidden:
-            self.note_packed(pattern, out)
+            self.doubled += [pattern.name] if self.inner and out == 2 * self.inner else []
             return self.arrow(self.size(pattern, out), self.reads), "what it writes"
         if out == self.hidden:
             return self.arrow("hidden", self.size(pattern, read)), "what it reads"
         return self.arrow(self.size(pattern, out), self.size(pattern, read)), "both sides"
 
-    def note_packed(self, pattern: Pattern, out: int) -> None:
-        """A feed-forward's gate and up in one tensor are of no known order either."""
-        if self.inner and out == 2 * self.inner:
-            self.packed.append(pattern.name)
+    def is_rows(self, size: int) -> bool:
+        """Whether a size is that of all heads together."""
+        return size == self.sizes.get("heads", 0) * self.head_size
+
+    def down(self, pattern: Pattern, read: int) -> Guess:
+        """The way out of the feed-forward: it reads what the function makes."""
+        found = set(self.gated.values())
+        if found:
+            return self.arrow("hidden", "product" if "gate" in found else "acted"), ""
+        return self.arrow("hidden", self.made("joined", read)), "`product`, when the packing of gate and up is written"
+
+    def unpacked_later(self) -> set[str]:
+        """The axes that cannot grow before the packing of a tensor is known."""
+        return ({"heads", "kv_heads"} if self.packed else set()) | ({"intermediate"} if self.doubled else set())
+
+    def choices(self, pattern: Pattern) -> list[str]:
+        """The shapes that a packed matrix may have; none for any other."""
+        if pattern.name in self.doubled:
+            return [self.arrow(text, self.reads) for text in ("(gate | up)", "(up | gate)")]
+        if pattern.name not in self.packed or not self.head_size:
+            return []
+        heads, kv_heads = self.sizes.get("heads", 0), self.sizes.get("kv_heads", 0)
+        parts = self.sides(pattern)[0] / self.head_size
+        if parts == 3 * heads:
+            texts = ["(heads query | heads key | heads value)", "(heads (query | key | value))"]
+        elif kv_heads and parts == heads + 2 * kv_heads:
+            texts = ["(heads query | kv_heads key | kv_heads value)", "(kv_heads (group query | key | value))"]
+        else:
+            texts = ["(kv_heads key | kv_heads value)", "(kv_heads (key | value))"] if parts == 2 * kv_heads else []
+        return [self.arrow(text, self.reads) for text in texts]
 
     def attention(self, pattern: Pattern, part: str, out: int, read: int) -> Guess:
         heads = self.sizes.get("heads", 0)
@@ -275,5 +303,5 @@ class ShapeGuesses:
 
     def used_axes(self) -> set[str]:
         used = self.used_words()
-        used |= {"intermediate"} if used & {"gate", "up", "inner"} else set()
+        used |= {"intermediate"} if used & {"gate", "up", "inner"} or self.doubled else set()
         return used | ({"head_dim", "heads"} if used & {"query", "query_raw", "key", "value"} or self.packed else set())

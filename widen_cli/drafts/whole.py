@@ -37,7 +37,7 @@ def whole_draft(
     _repeats(document, counts, axes)
     _config(document, axes, guesses)
     _spaces(document, axes, guesses)
-    _tie(document, axes, guesses)
+    _tie(document, axes, guesses, bare=_is_bare(config))
     _axes(document, axes, guesses)
     _decisions(document, guesses, file)
     return document
@@ -47,7 +47,9 @@ def _tensor(document: Document, pattern: Pattern, guesses: ShapeGuesses) -> None
     shape, note = guesses.shapes[pattern.name]
     name = pattern.name + ("" if pattern.everywhere else "??")
     stored = f"{list(pattern.shape)}{'' if pattern.even else ' and others'}"
-    document.put("tensors", name, shape_value(shape), f"{stored}{'; TODO ' + note if note else ''}")
+    before = ("one of these, as the code says, in place of the next line's:", *guesses.choices(pattern))
+    note = f"{stored}{'; TODO ' + note if note else ''}"
+    document.put("tensors", name, shape_value(shape), note, before if len(before) > 1 else ())
 
 
 def _repeats(document: Document, counts: dict[str, int], axes: Axes) -> None:
@@ -75,7 +77,7 @@ def _axes(document: Document, axes: Axes, guesses: ShapeGuesses) -> None:
         if axis in used or axis in ("vocab", "hidden", "heads"):
             note = f"{axes.sizes[axis]}" + (f", TODO {axes.guessed[axis]}" if axis in axes.guessed else "")
             value = axes.declared(axis)
-            if guesses.packed and axis in ("heads", "kv_heads") and axis in axes.keys:
+            if axis in guesses.unpacked_later() and axis in axes.keys:
                 value = f"{{key: {scalar(axes.keys[axis])}, fixed: true}}"
                 note += "; TODO take `fixed` out when the packing is written below"
             document.put("axes", axis, value, note)
@@ -83,9 +85,11 @@ def _axes(document: Document, axes: Axes, guesses: ShapeGuesses) -> None:
         document.put("axes", "head_dim", guesses.head_dim(), f"{guesses.head_size}")
     for axis, size in guesses.fixed.items():
         document.put("axes", axis, "{fixed: true}", f"{size}; never grows as it stands")
-    width = ["hidden"] + ["intermediate"] * ("intermediate" in used and "intermediate" in axes.keys)
+    width = ["hidden"] + ["intermediate"] * ("intermediate" in used and "key:" in axes.declared("intermediate"))
     heads: list[str] = [axis for axis in ("heads", "kv_heads") if axis in document.sections["axes"]]
-    document.plain["growth"] = Entry(f"{{width: {flow_list(width)}{f', heads: {flow_list(heads)}' if heads else ''}}}")
+    parts = [f"width: {flow_list(width)}"] + ([f"heads: {flow_list(heads)}"] if heads else [])
+    parts += ["head_dim: head_dim"] if "head_dim" in document.sections["axes"] else []
+    document.plain["growth"] = Entry(f"{{{', '.join(parts)}}}")
     requires = ["hidden % heads == 0"] if guesses.tied_heads and "heads" in heads else []
     requires += ["heads % kv_heads == 0"] if len(heads) == 2 else []
     if requires:
@@ -105,6 +109,7 @@ def _spaces(document: Document, axes: Axes, guesses: ShapeGuesses) -> None:
             document.put("spaces", space, f"norm(hidden, {epsilon})", note)
     if "query" in used or guesses.packed:
         _attention_spaces(document, guesses, epsilon)
+    used |= {"gate", "up", "product"} if guesses.doubled else set()
     for space in ("gate", "up", "inner"):
         if space in used:
             document.put("spaces", space, "intermediate")
@@ -135,9 +140,15 @@ def _attention_spaces(document: Document, guesses: ShapeGuesses, epsilon: str) -
     )
 
 
-def _tie(document: Document, axes: Axes, guesses: ShapeGuesses) -> None:
+def _is_bare(config: ModelConfig) -> bool:
+    """Whether the model's class has no head, as its name says."""
+    classes = config.get("architectures")
+    return isinstance(classes, list) and bool(classes) and str(classes[0]).endswith("Model")
+
+
+def _tie(document: Document, axes: Axes, guesses: ShapeGuesses, bare: bool) -> None:
     tie, table = axes.tie(), guesses.embedding
-    if table is None:
+    if table is None or (bare and guesses.head is None):
         return
     if guesses.head is None:
         stands = "TODO not stored; stands for a head tied to the embedding"
@@ -167,10 +178,15 @@ def _decisions(document: Document, guesses: ShapeGuesses, file: str) -> None:
     if guesses.packed:
         shown = ", ".join(comment(name) for name in guesses.packed)
         document.decide(
-            f"packed: the parts of {shown} lie one after the other, (heads query | heads key | heads value), or in each head, "
-            "(heads (query | key | value)); write that, (heads value) in the output projection, and take `fixed` off the heads"
+            f"packed: the shape of {shown} does not tell the order of its parts; put one of the lines above it in its place "
+            "(the same behind the arrow of its bias), (heads value) in the output projection, and take `fixed` off the heads"
         )
-    elif guesses.used_spaces() & {"query"}:
+    if guesses.doubled:
+        shown = ", ".join(comment(name) for name in guesses.doubled)
+        document.decide(
+            f"gate and up in one tensor: {shown} has a shape for two parts; say their order as the lines above it do"
+        )
+    if not guesses.packed and guesses.used_spaces() & {"query"}:
         document.decide("attention: rows of q, k and v go head by head; positions as `scores` says")
     if guesses.used_spaces() & {"acted", "product"}:
         document.decide("feed-forward: the function under `spaces`, and what it is applied to")
