@@ -11,13 +11,27 @@ from functools import cache
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.map_file import map_names
+from widen_cli.map_file import known_path, map_names, read_map_data
 from widen_cli.map_rules import ArchitectureMap, Axis, TensorRule, name_pattern
 from widen_cli.maps import catalog_map
 from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors, missing_tensors
 from widen_cli.plan.sizes import Sizes, config_key, resolve_sizes
 
 SHOWN = 4
+NAMED = 0.75  # a map of the model's own name is taken even if another fits a little better
+# What a key is likely to hold whose name no map has, by words in it; the first that fits counts.
+LIKELY = {
+    "vocab": r"vocab",
+    "kv_heads": r"kv.*head|head.*kv|(key|value).*heads",
+    "head_dim": r"head_(dim|size|width)|(dim|size)_(per_)?head|^d_head",
+    "heads": r"heads?$",
+    "experts": r"experts$",
+    "intermediate": r"ffn|feed_?forward|mlp_(dim|size|width|hidden)|inner|intermediate|d_ff",
+    "token_types": r"types?_vocab|segments",
+    "positions": r"position|ctx|context|seq_len|max_len|block_size",
+    "hidden": r"hidden|width|d_model|model_(dim|size)|n_?emb|embed(ding)?(s|_(dim|size|length))?$|^dim$|channels$",
+}
+NOT_SIZES = re.compile(r"layers?$|window|dropout|_id$|token")
 Renamed = tuple[TensorRule, str]
 
 
@@ -60,8 +74,8 @@ class Fit:
         return not (self.match.strangers or self.misfits or self.missing)
 
     def cost(self) -> float:
-        """How much does not fit; a tensor under another name counts as one that half fits."""
-        unfit = len(self.match.strangers) + len(self.misfits) + len(self.missing)
+        """How many names do not fit, each counted once over all layers; one under another name counts half."""
+        unfit = len(self.strangers()) + len({item.rule.pattern for item in self.misfits}) + len(self.missing)
         return unfit - 1.5 * len(self.renamed)
 
     def strangers(self) -> dict[str, StoredHeader]:
@@ -93,8 +107,17 @@ def nearest(
     return replace(best_fit, equals=tuple(equals))
 
 
-def _order(fit: Fit) -> tuple[float, bool, int, bool, str]:
-    return fit.cost(), not fit.named, -fit.known_keys, not fit.architecture.by_names, fit.name
+def _order(fit: Fit) -> tuple[float, bool, int, bool, int, str]:
+    """What fits best first; of equals the one of the model's name, then the one that others are made from."""
+    by_names, extended = fit.architecture.by_names, _extended()[fit.name]
+    return fit.cost() * (NAMED if fit.named else 1), not fit.named, -fit.known_keys, not by_names, -extended, fit.name
+
+
+@cache
+def _extended() -> Counter[str]:
+    """How many maps that come with the tool extend each of them."""
+    parents = (read_map_data(known_path(name), name).value.get("extends") for name in map_names())
+    return Counter(parent for parent in parents if isinstance(parent, str))
 
 
 def known_names(architecture: ArchitectureMap, tensors: Sequence[StoredHeader]) -> bool:
@@ -210,16 +233,27 @@ def axis_keys(gguf: bool) -> dict[str, Counter[str]]:
 
 
 def _other_keys(architecture: ArchitectureMap, config: ModelConfig, gguf: bool) -> dict[str, str]:
-    """For axes whose keys the config lacks, a key that holds such an axis in another map."""
+    """For axes whose keys the config lacks, a key that holds such an axis in another map, or one of such a name."""
     taken = {key for axis in architecture.axes.values() for key in axis.keys}
     found: dict[str, str] = {}
     for axis in architecture.axes.values():
         others = axis_keys(gguf).get(axis.name, Counter()) if axis.keys and config_key(axis, config) is None else ()
         key = next((key for key in others if key not in taken and is_size(config.get(key))), None)
+        if key is None and axis.keys and config_key(axis, config) is None:
+            alike = (key for key, value in flat_values(config).items() if is_size(value) and key not in taken)
+            key = next((key for key in alike if likely_axis(key) == axis.name), None)
         if key is not None:
             found[axis.name] = key
             taken.add(key)
     return found
+
+
+def likely_axis(key: str) -> str | None:
+    """The axis that a config key is likely to hold, by the words of its name; None where they say nothing of a size."""
+    last = key.rpartition(".")[2]
+    if NOT_SIZES.search(last):
+        return None
+    return next((axis for axis, words in LIKELY.items() if re.search(words, last)), None)
 
 
 def _by_value(architecture: ArchitectureMap, sizes: Sizes, config: ModelConfig) -> dict[str, str]:

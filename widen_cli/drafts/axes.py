@@ -10,20 +10,8 @@ from widen_cli.config import ModelConfig
 from widen_cli.drafts.document import scalar
 from widen_cli.drafts.patterns import Pattern
 from widen_cli.map_checks import HOMOGENEOUS, NOT_HOMOGENEOUS
-from widen_cli.nearest import axis_keys, flat_values, is_size
+from widen_cli.nearest import axis_keys, flat_values, is_size, likely_axis
 
-# What a key is likely to hold whose name no map has, by words in it; the first that fits counts.
-LIKELY = {
-    "vocab": r"vocab",
-    "kv_heads": r"kv.*head|head.*kv|(key|value).*heads",
-    "head_dim": r"head_(dim|size|width)|(dim|size)_(per_)?head|^d_head",
-    "heads": r"heads?$",
-    "experts": r"experts$",
-    "intermediate": r"ffn|feed_?forward|mlp_(dim|size|width|hidden)|inner|intermediate|d_ff",
-    "token_types": r"types?_vocab|segments",
-    "positions": r"position|ctx|context|seq_len|max_len|block_size",
-    "hidden": r"hidden|width|d_model|model_(dim|size)|n_?emb|embed(ding)?(s|_(dim|size|length))?$|^dim$|channels$",
-}
 LAYERS = re.compile(r"layers?$|blocks?$|block_count$|depth$|n_layer")
 FIXED = ("vocab", "positions", "token_types", "experts")
 FUNCTIONS = {
@@ -51,13 +39,11 @@ class Axes:
             axis = self.roles.get(key.rpartition(".")[2], self.roles.get(key)) if is_size(value) else None
             if axis is not None and isinstance(value, int):
                 self.hold(axis, key, value)
-        for axis, likely in LIKELY.items():
-            for key, value in self.values.items():
-                last = key.rpartition(".")[2]
-                fits = re.search(likely, last) and not re.match(r"num_hidden_layers|.*(layers|window|dropout)", last)
-                if fits and isinstance(value, int) and is_size(value) and axis not in self.sizes:
-                    self.hold(axis, key, value)
-                    self.guessed[axis] = "by the key's name"
+        for key, value in self.values.items():
+            axis = likely_axis(key) if is_size(value) else None
+            if axis is not None and isinstance(value, int) and axis not in self.sizes:
+                self.hold(axis, key, value)
+                self.guessed[axis] = "by the key's name"
         self.find_hidden(patterns)
         self.find_intermediate(patterns)
 

@@ -59,7 +59,7 @@ class _Overrides:
         self.strangers()
 
     def axes(self, gguf: bool) -> None:
-        """Axes that other keys hold: those of other maps are taken, those found by their value alone are guesses."""
+        """Axes that other keys hold: those of other maps are taken, those found by their name or value are guesses."""
         for name, key in self.fit.keys.items():
             known = key in axis_keys(gguf).get(name, {})
             self.document.put(
@@ -69,7 +69,7 @@ class _Overrides:
                 f"{self.values.get(key)}" + ("" if known else "; TODO"),
             )
             if not known:
-                self.document.decide(f"axes: that '{comment(key)}' holds {name} was taken from its value")
+                self.document.decide(f"axes: that '{comment(key)}' holds {name} was guessed from its name or value")
         for name, axis in self.fit.architecture.axes.items():
             if (
                 axis.keys

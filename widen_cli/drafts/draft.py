@@ -35,26 +35,29 @@ def draft(checkpoint: Checkpoint, name: str | None = None) -> Draft:
         raise WidenError(f"{printable(checkpoint.name)}: holds no tensors, so there is nothing to draft a map from")
     file, kind = printable(checkpoint.name), _kind(checkpoint)
     chosen = _chosen(checkpoint) if name is None else None
-    fit = nearest_map(checkpoint, [name] if name else [chosen] if chosen else ())
+    wanted = [one for one in (name, chosen) if one]
+    fit = nearest_map(checkpoint, wanted) if wanted else None
+    if fit is None and name:
+        raise WidenError(
+            f"{file}: map '{name}' knows none of its tensors; leave its name out, for the closest map or a whole draft"
+        )
+    if fit is None or not (fit.near or name):
+        fit = nearest_map(checkpoint)
     if fit is not None and (fit.near or name):
         document = close_draft(fit, checkpoint.config, kind)
-        fitting = (
-            f"{'all ' if fit.complete else ''}{fit.fitting} of {fit.total}" if not fit.complete else f"all {fit.total}"
-        )
+        fitting = f"all {fit.total}" if fit.complete else f"{fit.fitting} of {fit.total}"
         about = f"It extends '{fit.name}', which {fitting} tensors fit by name and shape."
     else:
-        document = whole_draft(checkpoint.tensors, checkpoint.config, kind, checkpoint.gguf is not None, file)
+        document = whole_draft(checkpoint.tensors, checkpoint.config, kind, checkpoint.gguf is not None)
         about = "No map is near, so all of it comes from names, shapes and the config."
-    if chosen and fit is not None and fit.complete:
+    note = f"{file}: {about[0].lower()}{about[1:]} {_left(document)}"
+    if chosen and fit is not None and fit.name == chosen and fit.complete:
         document.open.clear()
         note = f"{file}: map '{chosen}' fits it as it is; it needs no map of its own"
-    else:
-        note = f"{file}: {about[0].lower()}{about[1:]} {_left(document)}"
     document.head = [
-        f"A map for {comment(kind or file)}, drafted by `widen-ckpt maps --draft` from the headers of {comment(file)}.",
-        about,
+        f"A map for {comment(kind or file)}, drafted by `widen-ckpt maps --draft` from the headers of {file}."
     ]
-    document.head += _marks(document) + list(PROOF)
+    document.head += [about, *_marks(document), *PROOF]
     return Draft(document.text(), note)
 
 
@@ -82,8 +85,17 @@ def _kind(checkpoint: Checkpoint) -> str | None:
 
 
 def _chosen(checkpoint: Checkpoint) -> str | None:
-    """The name of the map that a conversion would go by, if there is one."""
+    """The name of the map that a conversion would go by, if there is one.
+
+    Raises WidenError for a model of which that is a part: no map of one's own is looked for in a part.
+    """
     try:
-        return choose_map(checkpoint, None).architecture.file.removesuffix(".yaml")
+        choice = choose_map(checkpoint, None)
     except WidenError:
         return None
+    name = choice.architecture.file.removesuffix(".yaml")
+    if choice.section:
+        raise WidenError(
+            f"{printable(checkpoint.name)}: map '{name}' fits its {choice.section} as it is; it needs no map of its own"
+        )
+    return name

@@ -145,8 +145,8 @@ class ShapeGuesses:
         if part is not None and (out if part == "attended" else read) == self.hidden:
             return self.attention(pattern, part, out, read)
         if read == self.hidden:
-            self.doubled += [pattern.name] if self.inner and out == 2 * self.inner else []
-            return self.arrow(self.size(pattern, out), self.reads), "what it writes"
+            self.doubled += [pattern.name] if self.is_double(pattern) else []
+            return self.arrow(self.size(pattern, out, ("experts",)), self.reads), "what it writes"
         if out == self.hidden:
             return self.arrow("hidden", self.size(pattern, read)), "what it reads"
         return self.arrow(self.size(pattern, out), self.size(pattern, read)), "both sides"
@@ -155,11 +155,18 @@ class ShapeGuesses:
         """Whether a size is that of all heads together."""
         return size == self.sizes.get("heads", 0) * self.head_size
 
+    def is_double(self, pattern: Pattern) -> bool:
+        """Whether a matrix has the rows of gate and up together."""
+        matrix = self.inner and len(pattern.shape) == 2 and attention_part(pattern) != "packed"
+        return bool(matrix) and self.sides(pattern) == (2 * self.inner, self.hidden)
+
     def down(self, pattern: Pattern, read: int) -> Guess:
         """The way out of the feed-forward: it reads what the function makes."""
         found = set(self.gated.values())
         if found:
             return self.arrow("hidden", "product" if "gate" in found else "acted"), ""
+        if not any(one.layered and self.is_double(one) for one in self.patterns):
+            return self.arrow("hidden", self.size(pattern, read)), "what it reads"
         return self.arrow("hidden", self.made("joined", read)), "`product`, when the packing of gate and up is written"
 
     def unpacked_later(self) -> set[str]:
@@ -170,7 +177,7 @@ class ShapeGuesses:
         """The shapes that a packed matrix may have; none for any other."""
         if pattern.name in self.doubled:
             return [self.arrow(text, self.reads) for text in ("(gate | up)", "(up | gate)")]
-        if pattern.name not in self.packed or not self.head_size:
+        if not self.head_size or len(pattern.shape) != 2 or attention_part(pattern) != "packed":
             return []
         heads, kv_heads = self.sizes.get("heads", 0), self.sizes.get("kv_heads", 0)
         parts = self.sides(pattern)[0] / self.head_size
@@ -186,8 +193,9 @@ class ShapeGuesses:
         heads = self.sizes.get("heads", 0)
         rows = heads * self.head_size
         if part == "packed":
-            self.packed.append(pattern.name)
-            return self.arrow(self.size(pattern, out), self.reads), "packed, see `todo`"
+            known = self.choices(pattern)
+            self.packed += [pattern.name] if known else []
+            return self.arrow(self.size(pattern, out), self.reads), "packed" if known else "what it writes"
         if part == "attended":
             if rows and read == rows and not self.any_packed():
                 return self.arrow("hidden", "(heads value)"), ""
@@ -240,7 +248,8 @@ class ShapeGuesses:
         if is_norm(pattern):
             return self.norm(pattern, size)
         if weight is not None and re.search(r"<-|->", weight[0]):
-            return f"-> {self.written(weight[0])}", ""
+            packed = f"{pattern.module}.weight" in (*self.packed, *self.doubled)
+            return f"-> {self.written(weight[0])}", "packed, as its weight" if packed else ""
         if size == self.hidden and set(words(pattern.name)) & SCALE:
             return "hidden", "multiplies each channel, carried along"
         if size == self.hidden:

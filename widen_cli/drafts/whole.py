@@ -16,11 +16,10 @@ from widen_cli.drafts.shapes import ShapeGuesses
 from widen_cli.plan.match import StoredHeader
 
 CODE = "open the model's code beside it"
+ORDER = ("vocab", "positions", "token_types", "experts", "hidden", "intermediate", "heads", "kv_heads", "head_dim")
 
 
-def whole_draft(
-    tensors: Sequence[StoredHeader], config: ModelConfig, kind: str | None, gguf: bool, file: str
-) -> Document:
+def whole_draft(tensors: Sequence[StoredHeader], config: ModelConfig, kind: str | None, gguf: bool) -> Document:
     """The drafted map of a model that calls itself `kind`, all of it marked as guessed."""
     weights = [
         tensor for tensor in tensors if tensor.shape and 0 not in tensor.shape and tensor.dtype.kind != "integer"
@@ -39,7 +38,7 @@ def whole_draft(
     _spaces(document, axes, guesses)
     _tie(document, axes, guesses, bare=_is_bare(config))
     _axes(document, axes, guesses)
-    _decisions(document, guesses, file)
+    _decisions(document, guesses)
     return document
 
 
@@ -73,7 +72,7 @@ def _config(document: Document, axes: Axes, guesses: ShapeGuesses) -> None:
 
 def _axes(document: Document, axes: Axes, guesses: ShapeGuesses) -> None:
     used = guesses.used_axes()
-    for axis in axes.sizes:
+    for axis in sorted(axes.sizes, key=lambda axis: ORDER.index(axis) if axis in ORDER else len(ORDER)):
         if axis in used or axis in ("vocab", "hidden", "heads"):
             note = f"{axes.sizes[axis]}" + (f", TODO {axes.guessed[axis]}" if axis in axes.guessed else "")
             value = axes.declared(axis)
@@ -88,7 +87,7 @@ def _axes(document: Document, axes: Axes, guesses: ShapeGuesses) -> None:
     width = ["hidden"] + ["intermediate"] * ("intermediate" in used and "key:" in axes.declared("intermediate"))
     heads: list[str] = [axis for axis in ("heads", "kv_heads") if axis in document.sections["axes"]]
     parts = [f"width: {flow_list(width)}"] + ([f"heads: {flow_list(heads)}"] if heads else [])
-    parts += ["head_dim: head_dim"] if "head_dim" in document.sections["axes"] else []
+    parts += ["head_dim: head_dim"] if heads and "head_dim" in document.sections["axes"] else []
     document.plain["growth"] = Entry(f"{{{', '.join(parts)}}}")
     requires = ["hidden % heads == 0"] if guesses.tied_heads and "heads" in heads else []
     requires += ["heads % kv_heads == 0"] if len(heads) == 2 else []
@@ -120,7 +119,10 @@ def _spaces(document: Document, axes: Axes, guesses: ShapeGuesses) -> None:
         )
     if "acted" in used:
         document.put(
-            "spaces", "acted", f"{function}(inner)", "TODO the function; any that is not named in docs/maps.md is gelu"
+            "spaces",
+            "acted",
+            f"{function}(inner)",
+            "TODO the function: one that docs/maps.md does not list is written gelu",
         )
 
 
@@ -166,7 +168,7 @@ def _tie(document: Document, axes: Axes, guesses: ShapeGuesses, bare: bool) -> N
         )
 
 
-def _decisions(document: Document, guesses: ShapeGuesses, file: str) -> None:
+def _decisions(document: Document, guesses: ShapeGuesses) -> None:
     """What names and shapes cannot tell, one line for each kind of guess."""
     document.decide(f"every arrow: what each tensor reads and writes was guessed from names and sizes; {CODE}")
     document.decide(

@@ -117,7 +117,7 @@ def _completions(
         if free_heads and head_dim not in wanted and by_heads:
             ways.append(dict.fromkeys(growth.heads, width))
     ways.append({})
-    if tied and hidden not in asked:
+    if tied and growth.heads and hidden not in asked:
         ways.append({hidden: wanted.get(growth.heads[0], 1) * wanted.get(str(head_dim), 1)})
     return [{**way, **wanted, **({hidden: way[hidden]} if hidden in way else {})} for way in ways]
 
