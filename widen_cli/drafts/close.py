@@ -161,9 +161,10 @@ class _Overrides:
                 self.optional(rule, "TODO not in every layer")
                 self.document.decide(f"tensors: '{rule.pattern}' is stored in some layers only; is the file whole?")
                 continue
-            self.remove(rule, "no such tensor here")
             # A linear map or a norm without its bias is one whose bias is zero; any other absence changes the block.
-            if not rule.pattern.endswith(".bias"):
+            bias = rule.pattern.endswith(".bias")
+            self.remove(rule, f"{'' if bias else 'TODO '}no such tensor here")
+            if not bias:
                 self.document.decide(
                     f"tensors: '{rule.pattern}' is missing; does this model do without it, and what takes its part?"
                 )
