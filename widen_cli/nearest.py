@@ -18,7 +18,7 @@ from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors, mi
 from widen_cli.plan.sizes import Sizes, config_key, resolve_sizes
 
 SHOWN = 4
-NAMED = 0.75  # a map of the model's own name is taken even if another fits a little better
+NAMED = 0.6  # a map of the model's own name is taken even if another fits a little better
 # What a key is likely to hold whose name no map has, by words in it; the first that fits counts.
 LIKELY = {
     "vocab": r"vocab",
@@ -99,12 +99,15 @@ def nearest(
     if not likely:
         best = max(names, key=lambda name: _known_ends(catalog_map(name), tensors))
         likely = [best] if _known_ends(catalog_map(best), tensors) else []
-    fits = [found for name in likely if (found := _fit(name, tensors, config, called)) is not None]
+    # One tensor of each pattern tells maps apart; only the best is gone through with all layers and experts.
+    sample = list({layer_pattern(tensor.name): tensor for tensor in reversed(tensors)}.values())[::-1]
+    fits = [found for name in likely if (found := _fit(name, sample, config, called, sampled=True)) is not None]
     if not fits:
         return None
     best_fit = min(fits, key=_order)
     equals = [fit.name for fit in fits if fit.cost() == best_fit.cost() and fit.name != best_fit.name]
-    return replace(best_fit, equals=tuple(equals))
+    whole = _fit(best_fit.name, tensors, config, called)
+    return replace(whole, equals=tuple(equals)) if whole else None
 
 
 def _order(fit: Fit) -> tuple[float, bool, int, bool, int, str]:
@@ -141,8 +144,13 @@ def layer_pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _fit(name: str, tensors: Sequence[StoredHeader], config: ModelConfig, called: Sequence[str]) -> Fit | None:
-    """How the model follows one map; None where none of its tensors do, or its config is not of the map's kind."""
+def _fit(
+    name: str, tensors: Sequence[StoredHeader], config: ModelConfig, called: Sequence[str], sampled: bool = False
+) -> Fit | None:
+    """How the model follows one map; None where none of its tensors do, or its config is not of the map's kind.
+
+    Of a sample, a rule is missing where no tensor follows it, whatever the number of layers.
+    """
     try:
         keys = _other_keys(catalog_map(name), config, name.endswith(".gguf"))
         architecture = with_keys(catalog_map(name), keys)
@@ -155,6 +163,9 @@ def _fit(name: str, tensors: Sequence[StoredHeader], config: ModelConfig, called
         return None
     found = _by_value(architecture, sizes, config)
     rules = _missing_rules(architecture, match, missing)
+    if sampled:
+        stored = {item.rule.pattern for item in match.matched}
+        rules = tuple(rule for rule in rules if rule.pattern not in stored)
     own = {*architecture.defaults, *(key for axis in architecture.axes.values() for key in axis.keys)}
     fit = Fit(
         name,
