@@ -25,7 +25,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_readme_holds_the_two_commands_first() -> None:
-    assert len(BLOCKS) == 5  # the last, both routes to a GGUF, runs in test_two_routes.py
+    assert len(BLOCKS) == 6  # the fifth, both routes to a GGUF, runs in test_two_routes.py
     assert README.index(BLOCKS[1]) < README.index("## Use")
 
 
@@ -70,6 +70,13 @@ def test_gguf_block(tmp_path: Path) -> None:
     assert (tmp_path / "numbers.gguf").exists()
 
 
+def test_draft_block(tmp_path: Path) -> None:
+    done = shell(f"widen-ckpt demo demo\n{BLOCKS[5]}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "demo/narrow: map 'llama' fits it as it is; it needs no map of its own\n" in done.stderr
+    assert (tmp_path / "demo/mine/model.safetensors").exists()
+
+
 @pytest.mark.parametrize("command", ["widen-ckpt maps", "widen-ckpt maps llama"])
 def test_commands_in_the_text(command: str, tmp_path: Path) -> None:
     assert f"`{command}`" in README + (ROOT / "docs" / "maps.md").read_text(encoding="utf-8")
@@ -96,7 +103,7 @@ def test_documented_map_is_a_map(tmp_path: Path) -> None:
 
 
 def test_exit_codes_and_options_are_those_of_the_help(tmp_path: Path) -> None:
-    helped = shell("widen-ckpt --help; widen-ckpt convert --help", tmp_path).stdout
+    helped = shell("widen-ckpt --help; widen-ckpt convert --help; widen-ckpt maps --help", tmp_path).stdout
     for option in set(re.findall(r"`?(--[a-z][a-z-]+)", README)) - {"--megabytes", "--outtype", "--outfile"}:
         assert option in helped, option
     for code in ("0", "1", "2", "3", "4", "130", "143", "141"):

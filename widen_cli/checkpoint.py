@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from widen_cli.hf_directory import HfDirectory, open_directory
 from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import catalog_map, load_map, map_for_gguf, map_for_model_type
+from widen_cli.nearest import Fit, known_names, nearest, told
 from widen_cli.plan.match import WITH_BASE, common_prefix, match_tensors, missing_tensors
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.sources import FileSource, PipeSource, Source
@@ -310,10 +312,11 @@ def _map_of_gguf(checkpoint: Checkpoint, model: GgufModel) -> ArchitectureMap:
     found = map_for_gguf(architecture)
     if found is None:
         known = [name.removesuffix(".gguf") for name in map_names() if name.endswith(".gguf")]
-        raise WidenError(
+        head = (
             f"{printable(checkpoint.name)}: general.architecture '{printable(architecture)}' has no map"
             f"{did_you_mean(architecture, known)}; `widen-ckpt maps` lists those there are, and --map takes one of your own"
         )
+        raise WidenError("\n".join([head, *_offer(checkpoint)]))
     return found
 
 
@@ -324,30 +327,35 @@ def _unknown_type(checkpoint: Checkpoint, model_type: str) -> str:
         if "text_config" in checkpoint.config
         else ""
     )
-    return (
+    head = (
         f"{config}: model_type '{printable(model_type)}' has no map{did_you_mean(model_type, map_names())}{nested}; "
-        "`widen-ckpt maps` lists those there are, and --map takes one of your own (docs/maps.md)"
+        "`widen-ckpt maps` lists those there are, and --map takes one of your own"
     )
+    return "\n".join([head, *_offer(checkpoint)])
 
 
-def _may_fit(architecture: ArchitectureMap, checkpoint: Checkpoint) -> bool:
-    """Whether most tensors end in two parts that some rule ends in; matching all rules of all maps would take a second."""
-    ends = {_end(rule.pattern) for rule in architecture.tensors}
-    ends |= {_end(f"x.{other}") for other in architecture.synonyms}
-    fitting = sum(_end(tensor.name) in ends for tensor in checkpoint.tensors)
-    return 2 * fitting >= len(checkpoint.tensors)
+def nearest_map(checkpoint: Checkpoint, among: Sequence[str] = ()) -> Fit | None:
+    """The map that comes closest to a model by names and shapes; None where no map knows any of its tensors."""
+    called = [checkpoint.config.get("general.architecture" if checkpoint.gguf else "model_type")]
+    classes = checkpoint.config.get("architectures")
+    called += classes if isinstance(classes, list) else []
+    names = [name for name in called if isinstance(name, str)]
+    return nearest(checkpoint.tensors, checkpoint.config, names, checkpoint.gguf is not None, among)
 
 
-def _end(name: str) -> tuple[str, ...]:
-    """The last two parts of a name, numbers and axes that count heads as they are counted."""
-    return tuple("*" if part.isdigit() or part.startswith("{") else part for part in name.split(".")[-2:])
+def _offer(checkpoint: Checkpoint) -> list[str]:
+    """Of a model without a map, what to say of the closest one; nothing where its tensors could not all be read."""
+    given = "MODEL" if checkpoint.name == "standard input" else shlex.quote(printable(checkpoint.name))
+    return [] if checkpoint.faults or not checkpoint.tensors else told(nearest_map(checkpoint), given)
 
 
 def _map_by_names(checkpoint: Checkpoint) -> Choice:
     """The map under which no weight is unknown and the fewest are missing; of equals the one that may be taken by names."""
     scores: dict[str, tuple[int, int]] = {}
     for name in (
-        name for name in map_names() if not name.endswith(".gguf") and _may_fit(catalog_map(name), checkpoint)
+        name
+        for name in map_names()
+        if not name.endswith(".gguf") and known_names(catalog_map(name), checkpoint.tensors)
     ):
         match = match_tensors(catalog_map(name), checkpoint.tensors, checkpoint.config)
         if match.matched:
@@ -356,10 +364,11 @@ def _map_by_names(checkpoint: Checkpoint) -> Choice:
     fitting = [name for name, score in scores.items() if score == best]
     if not fitting or best[0] > len(checkpoint.tensors) // 2:
         nested = "; its sizes stand in text_config" if "text_config" in checkpoint.config else ""
-        raise WidenError(
+        head = (
             f"{printable(checkpoint.name)}: no config says what model this is, and its tensor names fit no map{nested}; "
             "give --config, or --map with one of `widen-ckpt maps` or of your own"
         )
+        raise WidenError("\n".join([head, *_offer(checkpoint)]))
     if len(fitting) == 1:
         return Choice(catalog_map(fitting[0]))
     told = f"{printable(checkpoint.name)}: no config says what model this is, and its tensor names fit {', '.join(fitting)}"

@@ -16,9 +16,11 @@ import click
 from tqdm import tqdm
 
 from widen_cli import __version__
+from widen_cli.checkpoint import open_checkpoint
 from widen_cli.conversion_options import conversion_options, readable
 from widen_cli.convert import Job, Report, prepare, run
 from widen_cli.demo import demonstration
+from widen_cli.drafts import draft as drafted
 from widen_cli.errors import WidenError, printable
 from widen_cli.hf_directory import parse_size
 from widen_cli.map_file import map_names, map_text
@@ -301,14 +303,37 @@ def _tell(found: Verification, narrow: str, wide: str, quiet: int, told: bool = 
 
 @cli.command()
 @click.argument("name", required=False)
+@click.option(
+    "--draft", metavar="MODEL", help="Print the draft of a map for MODEL, to be completed and given to --map."
+)
+@click.option("--config", metavar="FILE", help="With --draft: MODEL's config, where it is not beside it.")
 @reporting
-def maps(name: str | None) -> None:
-    """List the architecture maps, or print the one called NAME."""
-    if name is None:
+def maps(name: str | None, draft: str | None, config: str | None) -> None:
+    """List the architecture maps, or print the one called NAME.
+
+    `widen-ckpt maps --draft MODEL > mine.yaml` drafts a map for a model that has none. It extends the closest map (or NAME)
+    where most tensors fit that; what is guessed in it is marked, and has to be decided before anything is converted.
+    """
+    if draft is not None:
+        _draft(draft, config, name)
+    elif config is not None:
+        raise click.UsageError("--config goes with --draft")
+    elif name is not None:
+        click.echo(map_text(name), nl=False)
+    else:
         for known in map_names():
             click.echo(f"{known:12} {map_text(known).splitlines()[0].lstrip('# ')}")
-        return
-    click.echo(map_text(name), nl=False)
+
+
+def _draft(model: str, config: str | None, name: str | None) -> None:
+    """Prints the draft of a map on stdout, and on stderr what it is."""
+    checkpoint = open_checkpoint(model, config, {})
+    try:
+        made = drafted(checkpoint, name)
+    finally:
+        checkpoint.close()
+    click.echo(made.text, nl=False)
+    click.echo(made.note, err=True)
 
 
 @cli.command()

@@ -97,7 +97,8 @@ class ArchitectureMap:
     `by_names`: of families whose tensors have the same names, the one that a model without a config is taken for.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
-    a weight makes, by the weight's name. `merged` is the document itself, with what it extends.
+    a weight makes, by the weight's name. `todo` is what is not decided yet, with its places: such a map widens nothing.
+    `merged` is the document itself, with what it extends.
     """
 
     architecture: str
@@ -123,6 +124,7 @@ class ArchitectureMap:
     rope: Rope | None = None
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
+    todo: tuple[tuple[str, Place], ...] = ()
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def has_last(self, repeated: str) -> bool:

@@ -83,6 +83,7 @@ class MapDocument(_Section):
     rope: RopeSection | None = None
     multipliers: list[str] = []
     scalars: dict[str, str] = {}
+    todo: list[str] = []
 
 
 def map_document(data: MapData) -> MapDocument:

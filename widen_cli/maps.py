@@ -117,6 +117,7 @@ class _Compiler:
                 rope=self.rope(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
+                todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
                 merged=self.data.value,
             )
 

@@ -60,6 +60,8 @@ def check_input(
     sizes = resolve_sizes(architecture, config, match, shape_faults)
     for text in shape_faults.texts:
         faults.add(f"{file}: {text}")
+    for text, place in architecture.todo:
+        faults.add(f"{place}: to decide, and then to take out of 'todo': {text}")
     return sizes
 
 
