@@ -8,9 +8,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import runpy
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,16 +52,77 @@ def in_child(
     Raises LlamaCppError where it ends without an answer.
     """
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer.npz")
-        done = subprocess.run(
-            [sys.executable, script, str(model), str(answer)],
-            input=json.dumps(list(prompts)), capture_output=True, text=True, errors="replace", timeout=seconds,
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # it would call gdb, which hides the message
-        )  # fmt: skip
-        if done.returncode != 0 or not answer.exists():
-            raise LlamaCppError(f"{model.name}: exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        answer, asked, said = (Path(folder, name) for name in ("answer.npz", "prompts", "said"))
+        asked.write_text(json.dumps(list(prompts)))
+        job = {"argv": [script, str(model), str(answer)], "stdin": str(asked), "said": str(said)}
+        code = _nursery().run(job, seconds)
+        if code != 0 or not answer.exists():
+            raise LlamaCppError(f"{model.name}: exit code {code}: {said.read_text(errors='replace')[-2000:]}")
         with np.load(answer) as saved:
             return dict(saved)
+
+
+class _Nursery:
+    """A process that has imported llama.cpp and forks a child for every run: importing takes longer than running a tiny model."""
+
+    def __init__(self) -> None:
+        # With a backtrace llama.cpp would call gdb, which hides the message.
+        alone = {"GGML_NO_BACKTRACE": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **alone}, start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def run(self, job: dict[str, Any], seconds: int) -> int:
+        """The exit code of a job's child, negative for a signal. LlamaCppError after `seconds`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            raise LlamaCppError(f"{job['argv'][1]}: no answer after {seconds} s")
+        return int(self._process.stdout.readline())
+
+
+_running: list[_Nursery] = []
+
+
+def _nursery() -> _Nursery:
+    if not _running or not _running[0].alive:
+        _running[:] = [_Nursery()]
+    return _running[0]
+
+
+def _fork_for_every_job() -> None:
+    import xllamacpp  # noqa: F401 - what the children need is imported once
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _be_child(job)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _be_child(job: dict[str, Any]) -> NoReturn:
+    """Runs the job's script as if Python had been started with it."""
+    os.dup2(os.open(job["stdin"], os.O_RDONLY), 0)
+    said = os.open(job["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.stdin, sys.argv = open(0, closefd=False), job["argv"]  # noqa: SIM115
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)  # an answer ends the child before
 
 
 def difference(one: LogProbabilities, other: LogProbabilities) -> float:
@@ -126,4 +191,4 @@ def _next_token(server: Any, prompt: Prompt) -> LogProbabilities:
 
 
 if __name__ == "__main__":
-    _serve(*sys.argv[1:])
+    _serve(*sys.argv[1:]) if sys.argv[1:] else _fork_for_every_job()

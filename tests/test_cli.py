@@ -749,6 +749,18 @@ def test_the_mode_of_a_replaced_file_stays(folder: Path) -> None:
 
 # Signals. A run that reads a pipe which has stopped flowing is in the middle of its work for as long as wanted.
 
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """What starts the tests, such as nohup or a shell's background job, may have its children ignore signals."""
+    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 
 
