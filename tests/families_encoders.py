@@ -675,6 +675,6 @@ FAMILIES: tuple[Family, ...] = (
             "hidden=2,head_dim=2",
         ),
         ffn="intermediate=3,vision_intermediate=2",
-        impossible={"vision_hidden=2,vision_heads=2": "projection == vision_hidden"},
+        impossible={"vision_hidden=2,vision_heads=2,projection=1": "projection == vision_hidden"},
     ),
 )

@@ -24,6 +24,9 @@ WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 TEXT, ARRAY = 8, 9
 
 
+RECORD = "widen_ckpt.record"
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor of a file: rows of bytes [rows, bytes], mapped; `shape` with the row's length last."""
@@ -38,7 +41,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """`pairs` are raw: the type's number and the bytes that follow it, at `places` in the file's `data`."""
+    """`pairs` are raw: the type's number and the bytes that follow it, at `places` in the file's `data`.
+
+    What is recorded of how the file was made is none of them.
+    """
 
     data: Bytes
     pairs: dict[str, tuple[int, bytes]]
@@ -48,6 +54,11 @@ class GgufFile:
     def number(self, key: str) -> int | float:
         kind, raw = self.pairs[key]
         return struct.unpack({4: "<I", 5: "<i", 6: "<f"}[kind], raw)[0]
+
+    @property
+    def model(self) -> tuple[dict[str, tuple[int, bytes]], list[tuple[str, Kind, tuple[int, ...], bytes]]]:
+        """All that a runtime sees, in order."""
+        return self.pairs, [(name, item.kind, item.shape, item.rows.tobytes()) for name, item in self.tensors.items()]
 
 
 def read(path: Path, mode: str = "r") -> GgufFile:
@@ -70,6 +81,7 @@ def read(path: Path, mode: str = "r") -> GgufFile:
         *dims, kind, offset = struct.unpack_from(f"<{rank}QIQ", buffer, at + 4)
         infos.append((name, Kind(kind), tuple(reversed(dims)), offset))
         at += 16 + 8 * rank
+    pairs.pop(RECORD, None)
     start = at + -at % 32
     tensors = {name: _stored(data, start + offset, kind, shape) for name, kind, shape, offset in infos}
     return GgufFile(data, pairs, places, tensors)

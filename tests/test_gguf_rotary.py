@@ -69,6 +69,12 @@ LLAMA = Family("llama", _LLAMA, _FREE, metadata={**_KEYS, "rope.dimension_count"
 _SCALED = {"rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64, "rope.freq_base": 100.0}
 _WIDE_HEADS = {"attention.key_length": 20, "attention.value_length": 20, "rope.dimension_count": 20}
 _YARN = {"rope.scaling.type": "yarn", **_SCALED}
+_WINDOW = {
+    "attention.key_length_swa": 10,
+    "attention.value_length_swa": 10,
+    "rope.dimension_count": 10,
+    "rope.dimension_count_swa": 10,
+}
 OWN: dict[str, Family] = {
     "llama": LLAMA,
     "llama-plain": Family("llama", gguf_families._llama_like()),
@@ -80,6 +86,10 @@ OWN: dict[str, Family] = {
     "deci": Family("deci", gguf_families._llama_like(), _FREE, metadata=_KEYS),  # type: ignore[arg-type]
     "phi2-whole": Family("phi2", FAMILIES["phi2"].tensors, FAMILIES["phi2"].sizes, gguf_families.LAYER, {"rope.dimension_count": 12}),
     "stablelm-whole": Family("stablelm", FAMILIES["stablelm"].tensors, FAMILIES["stablelm"].sizes, gguf_families.LAYER),
+    "llama-longrope": replace(LLAMA, metadata={**LLAMA.metadata, "rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}),  # type: ignore[dict-item]
+    # The layers with a window have keys of their own.
+    "gemma2-window": replace(FAMILIES["gemma2"], metadata={**FAMILIES["gemma2"].metadata, "rope.freq_base_swa": 77.0, **_WINDOW}),
+    "gemma3-window": replace(FAMILIES["gemma3"], metadata={**FAMILIES["gemma3"].metadata, "rope.freq_base_swa": 77.0, **_WINDOW}),
     # Every sixth layer sees all positions, under a base of its own.
     "gemma3-six": replace(FAMILIES["gemma3"], sizes=replace(_FREE, layers=6),
         metadata={**FAMILIES["gemma3"].metadata, "rope.freq_base": 300.0}),
@@ -197,6 +207,12 @@ RUNS = [
     ("deci", "spread", "copy", 2, True),
     ("deci", "frequencies", "orthogonal", 2, True),
     ("llama-scales", "spread", "orthogonal", 2, True),
+    ("llama-longrope", "spread", "copy", 2, True),
+    ("llama-longrope", "theta", "sum", 3, False),
+    ("gemma2-window", "spread", "quiet", 2, True),
+    ("gemma2-window", "theta", "copy", 3, False),
+    ("gemma3-window", "spread", "copy", 3, False),
+    ("gemma3-window", "theta", "orthogonal", 2, True),
     # YaRN leaves one way.
     ("llama-yarn", "theta", "orthogonal", 2, True),
     ("llama-yarn", "theta", "sum", 3, False),
@@ -448,6 +464,32 @@ def test_numbers_that_are_stored_are_multiplied(tmp_path: Path) -> None:
     assert error("llama", path, tmp_path / "wide.gguf", job) <= BOUND
 
 
+def test_a_number_in_some_layers_alone(tmp_path: Path) -> None:
+    """What the tool makes for a quantised layer beside one of floats can be widened again."""
+    path = write(tmp_path / "narrow.gguf", QUANTISED["llama"], {r"blk\.0\.attn_[qk]\.weight": Kind.Q8_0})
+    widen(path, tmp_path / "wide.gguf", "head_dim=3", scaling="sum")
+    assert list(scales_of(read(tmp_path / "wide.gguf"))) == ["blk.0.attn_k.scale"]
+    job = widen(
+        tmp_path / "wide.gguf", tmp_path / "wider.gguf", "hidden=2,head_dim=2", scaling="sum", layout="tile"
+    ).job
+    assert error("llama", path, tmp_path / "wider.gguf", job) <= BOUND
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("rope.dimension_count_swa", 4, "rope.dimension_count_swa is 4"),
+        ("attention.key_length_swa", 6, "attention.key_length_swa is 6"),
+    ],
+)
+def test_heads_of_two_sizes_are_refused(tmp_path: Path, key: str, value: int, text: str) -> None:
+    family = family_of("gemma2-window")
+    path = write(tmp_path / "narrow.gguf", replace(family, metadata={**family.metadata, key: value}))
+    with pytest.raises(WidenError, match="gemma2") as refused:
+        widen(path, tmp_path / "wide.gguf", "head_dim=2")
+    assert text in str(refused.value)
+
+
 def _tiny_quantised(name: str) -> Family:
     """A family with rows and heads that fill blocks. In a second layer float32 noise would reach llama.cpp's rounding."""
     family = family_of(name)
@@ -592,7 +634,7 @@ def test_the_scale_of_granite_counts(narrow: Narrow, tmp_path: Path) -> None:
 def test_the_first_exact_way_is_taken(narrow: Narrow, tmp_path: Path, name: str, way: str) -> None:
     for out, options in (("a.gguf", {}), ("b.gguf", {"rope": way})):
         widen(narrow(name), tmp_path / out, growth(name, 2), **options)
-    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    assert read(tmp_path / "a.gguf").model == read(tmp_path / "b.gguf").model
 
 
 # Refusals.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shlex
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from widen_cli.config import ModelConfig, read_config
+from widen_cli.config import ModelConfig, is_number, read_config
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.gguf.checkpoint import gguf_architecture, metadata_config, stored_tensors
 from widen_cli.gguf.header import GGUF_MAGIC
@@ -82,9 +84,10 @@ class Checkpoint:
         """Of a pipe, reads what follows the last tensor that was needed; WidenError where that is cut short or too long."""
         for source in self.sources():
             if isinstance(source, PipeSource):
-                source.read(max(tensor.offset + tensor.nbytes for tensor in self.tensors), 0)
+                end = max(tensor.offset + tensor.nbytes for tensor in self.tensors)
+                source.read(end, 0)
                 # A GGUF's last tensor is followed by zeros up to the alignment.
-                source.expect_end(self.gguf.header.alignment - 1 if self.gguf else 0)
+                source.expect_end(self.gguf.header.nbytes - end if self.gguf else 0)
 
     def close(self) -> None:
         if self.gguf is not None:
@@ -249,8 +252,13 @@ def _block_scaled(quantised: dict[str, Any]) -> bool:
     return quantised.get("quant_method") == "fp8" and isinstance(quantised.get("weight_block_size"), list)
 
 
-def check_settings(architecture: ArchitectureMap, config: ModelConfig, settings: Mapping[str, Any]) -> None:
-    """Raises WidenError for a `--set` that neither the map nor the config knows, so that a slip is not taken for an answer."""
+def check_settings(
+    architecture: ArchitectureMap, config: ModelConfig, settings: Mapping[str, Any], stated: bool = False
+) -> None:
+    """Raises WidenError for a `--set` that neither the map nor the config knows, so that a slip is not taken for an answer.
+
+    And for one that says another value than the config, where what that says counts (`stated`), as in a GGUF.
+    """
     known = {key for axis in architecture.axes.values() for key in axis.keys}
     known |= {*architecture.defaults, *(key for keys in architecture.repeats.values() for key in keys)}
     known |= {"architectures", "model_type"}
@@ -259,8 +267,20 @@ def check_settings(architecture: ArchitectureMap, config: ModelConfig, settings:
         for key in settings
         if key not in known and key not in config.values
     ]
+    faults += [
+        f"--set {key}={json.dumps(value)}: the file itself says {json.dumps(config.values[key])}, and a runtime goes by that; leave it out"
+        for key, value in settings.items()
+        if stated and key in config.values and not _same(value, config.values[key])
+    ]
     if faults:
         raise WidenError(*faults)
+
+
+def _same(said: Any, stated: Any) -> bool:
+    """Whether two values are one, as far as a float32 tells."""
+    if is_number(said) and is_number(stated):
+        return math.isclose(float(said), float(stated), rel_tol=1e-6)
+    return bool(said == stated)
 
 
 @dataclass(frozen=True)

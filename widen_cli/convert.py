@@ -123,7 +123,7 @@ def _planned(
     architecture, request = choice.architecture, replace(request, root=choice.root)
     checkpoint = replace(checkpoint, config=checkpoint.config.within(choice.section))
     with faults.collecting():
-        check_settings(architecture, checkpoint.found_config, request.settings)
+        check_settings(architecture, checkpoint.found_config, request.settings, checkpoint.gguf is not None)
     if checkpoint.faults:
         check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
         raise WidenError(*checkpoint.faults)
@@ -185,8 +185,18 @@ def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:
     if checkpoint.gguf is None:
         return plan
     shapes = [(name, tensor.shape) for tensor in plan.tensors for name in tensor.names]
-    changes = described_anew(checkpoint.config, shapes, options.dequantize)
-    return replace(plan, config=(*plan.config, *(ConfigChange(key, old, new, EXACT) for key, old, new in changes)))
+    numbers = [
+        tensor for tensor in plan.tensors if tensor.source.dtype.kind == "blocks" and tensor.dtype.kind != "blocks"
+    ]
+    changes = described_anew(checkpoint.found_config, shapes, options.dequantize if numbers else None)
+    idle = [] if numbers else [f"--{name} {value}" for name, value in _to_numbers(options) if value]
+    warnings = [f"{option}: no tensor holds quantised blocks, so it has no effect" for option in idle]
+    config = (*plan.config, *(ConfigChange(key, old, new, EXACT) for key, old, new in changes))
+    return replace(plan, config=config, warnings=(*plan.warnings, *warnings))
+
+
+def _to_numbers(options: Options) -> tuple[tuple[str, str | None], ...]:
+    return ("dequantize", options.dequantize), ("embedding-type", options.embedding_type)
 
 
 def _check_equal(checkpoint: Checkpoint, plan: Plan) -> None:

@@ -106,7 +106,7 @@ def _bases(architecture: ArchitectureMap, config: ModelConfig, factor: int) -> l
     assert architecture.rope is not None
     changes = []
     for key in architecture.rope.keys:
-        for place in held(architecture, config, key) or ((key,) if key in architecture.defaults else ()):
+        for place in held(architecture, config, key) or ((key,) if architecture.defaults.get(key) is not None else ()):
             old = _base(architecture, config, key, place)
             try:
                 new = old**factor
