@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import re
 import struct
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -387,6 +389,16 @@ def test_what_is_said_of_the_whole_model(experts: int, asked: str | None, tmp_pa
     assert all(new.pairs[key][0] == old.pairs[key][0] for key in old.pairs)
 
 
+@pytest.mark.parametrize(("stored", "asked"), [(Kind.BF16, "F16"), (Kind.F32, "F16"), (Kind.F32, "F32")])
+def test_what_changes_no_type_is_told(stored: Kind, asked: str, tmp_path: Path) -> None:
+    narrow = write_described(tmp_path / "narrow.gguf", Tiny(kinds=(stored,)), {"general.file_type": 32})
+    report = widen(narrow, tmp_path / "wide.gguf", DOUBLED, dequantize=asked, embedding_type=asked)
+    assert described(read(tmp_path / "wide.gguf")) == {"general.file_type": 32}
+    why = "no tensor it is for holds quantised blocks or narrower numbers, so it has no effect"
+    told = [text for text in report.job.warnings if text.endswith("no effect")]
+    assert told == [f"--dequantize {asked.lower()}: {why}", f"--embedding-type {asked.lower()}: {why}"]
+
+
 @pytest.mark.parametrize("key", GENERAL)
 def test_keys_that_are_absent_stay_so(key: str, tmp_path: Path) -> None:
     narrow = write_described(tmp_path / "narrow.gguf", Tiny(kinds=(Kind.Q4_1,)), {key: GENERAL[key]})
@@ -460,6 +472,41 @@ def test_a_gguf_keeps_its_types_otherwise(tmp_path: Path) -> None:
     assert caught.value.faults == (
         "--dtype F16: a GGUF keeps its types; --dequantize f32 or f16 writes numbers, and llama.cpp's own tools quantise",
     )
+
+
+def test_what_the_file_itself_says_counts(tmp_path: Path) -> None:
+    """--set tells what is not known; against a GGUF's own keys the wide file would be of another model."""
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny())
+    eps = "attention.layer_norm_rms_epsilon"
+    settings = (f"{eps}=0.1", "rope.freq_base=77", "block_count=0", "general.size_label=9B", "attention.head_count=4")
+    with pytest.raises(WidenError) as caught:
+        prepare(Options(str(narrow), str(tmp_path / "wide.gguf"), factor=2, settings=settings))
+    stated = {"rope.freq_base": ("77", "10000.0"), "block_count": ("0", "2")}
+    faults = [
+        f"--set {key}={said}: the file itself says {found}, and a runtime goes by that; leave it out"
+        for key, (said, found) in stated.items()
+    ]
+    assert faults == [text for text in caught.value.faults if text.startswith(("--set rope", "--set block"))]
+    assert any(text.startswith(f"--set {eps}=0.1: the file itself says ") for text in caught.value.faults)
+    assert any(
+        text.startswith("--set general.size_label: 'llama' has no such config key") for text in caught.value.faults
+    )
+    assert not any("head_count=4" in text for text in caught.value.faults)
+
+
+def test_a_pipe_is_held_to_the_bytes_of_a_file(tmp_path: Path) -> None:
+    narrow = write_tiny(tmp_path / "narrow.gguf", Tiny())
+    data = narrow.read_bytes()
+    header = read_gguf_header(FileSource(narrow))
+    end = max(tensor.offset + tensor.nbytes for tensor in header.tensors)
+    for given, told in (
+        (data + b"x", "standard input: there are bytes after the last tensor; make or download the file again\n"),
+        (data[:90000], f"standard input: truncated: {end - 90000} bytes missing; download or copy it again\n"),
+    ):
+        run = [sys.executable, "-m", "widen_cli", "-", "wide.gguf"]
+        done = subprocess.run(run, cwd=tmp_path, input=given, capture_output=True)
+        assert (done.returncode, done.stderr.decode()) == (1, told)
+        assert not (tmp_path / "wide.gguf").exists()
 
 
 def test_types_on_the_command_line(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from widen_cli.config import ModelConfig, is_number, read_config
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.gguf.checkpoint import gguf_architecture, metadata_config, stored_tensors
-from widen_cli.gguf.header import GGUF_MAGIC
+from widen_cli.gguf.header import GGUF_MAGIC, expect_end
 from widen_cli.gguf.model import GgufModel, open_gguf
 from widen_cli.gguf.values import GgufValue, ValueType
 from widen_cli.hf_directory import HfDirectory, open_directory
@@ -84,10 +84,11 @@ class Checkpoint:
         """Of a pipe, reads what follows the last tensor that was needed; WidenError where that is cut short or too long."""
         for source in self.sources():
             if isinstance(source, PipeSource):
-                end = max(tensor.offset + tensor.nbytes for tensor in self.tensors)
-                source.read(end, 0)
-                # A GGUF's last tensor is followed by zeros up to the alignment.
-                source.expect_end(self.gguf.header.nbytes - end if self.gguf else 0)
+                if self.gguf is not None:
+                    expect_end(source, self.gguf.header)
+                    continue
+                source.read(max(tensor.offset + tensor.nbytes for tensor in self.tensors), 0)
+                source.expect_end()
 
     def close(self) -> None:
         if self.gguf is not None:

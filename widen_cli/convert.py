@@ -185,18 +185,16 @@ def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:
     if checkpoint.gguf is None:
         return plan
     shapes = [(name, tensor.shape) for tensor in plan.tensors for name in tensor.names]
-    numbers = [
-        tensor for tensor in plan.tensors if tensor.source.dtype.kind == "blocks" and tensor.dtype.kind != "blocks"
+    retyped = any(tensor.source.dtype != tensor.dtype for tensor in plan.tensors)
+    changes = described_anew(checkpoint.found_config, shapes, options.dequantize if retyped else None)
+    asked = {"--dequantize": options.dequantize, "--embedding-type": options.embedding_type}
+    warnings = [
+        f"{option} {value.lower()}: no tensor it is for holds quantised blocks or narrower numbers, so it has no effect"
+        for option, value in asked.items()
+        if value and not retyped
     ]
-    changes = described_anew(checkpoint.found_config, shapes, options.dequantize if numbers else None)
-    idle = [] if numbers else [f"--{name} {value}" for name, value in _to_numbers(options) if value]
-    warnings = [f"{option}: no tensor holds quantised blocks, so it has no effect" for option in idle]
     config = (*plan.config, *(ConfigChange(key, old, new, EXACT) for key, old, new in changes))
     return replace(plan, config=config, warnings=(*plan.warnings, *warnings))
-
-
-def _to_numbers(options: Options) -> tuple[tuple[str, str | None], ...]:
-    return ("dequantize", options.dequantize), ("embedding-type", options.embedding_type)
 
 
 def _check_equal(checkpoint: Checkpoint, plan: Plan) -> None:

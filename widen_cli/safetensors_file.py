@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from widen_cli.dtypes import STORED, DType
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
-from widen_cli.sources import Source
+from widen_cli.sources import PipeSource, Source
 
 # MAX_HEADER_SIZE of safetensors/src/tensor.rs.
 HEADER_LIMIT = 100_000_000
@@ -135,6 +135,8 @@ def read_header(source: Source) -> SafetensorsHeader:
     _check_size(data_start + data_end, source, faults)
     faults.raise_any()
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.offset + tensor.nbytes))
+    if isinstance(source, PipeSource):
+        source.promised = data_start + data_end
     return SafetensorsHeader(tuple(tensors), metadata, data_start + data_end)
 
 

@@ -80,7 +80,8 @@ class FileSource:
 class PipeSource:
     """A binary stream that is read forward once (standard input); nothing of it is kept.
 
-    `read` may skip forward. An offset before the position is a mistake of the program: ValueError.
+    `read` may skip forward. An offset before the position is a mistake of the program: ValueError. `promised` is the
+    size that the header speaks of, once it is known: of a pipe that ends early, what is missing is told by it.
     The stream belongs to the caller: `close` leaves it open.
     """
 
@@ -90,6 +91,7 @@ class PipeSource:
     def __init__(self, stream: BinaryIO, name: str = "standard input") -> None:
         self.name = printable(name)
         self.position = 0
+        self.promised = 0
         self._stream = stream
         self._ahead = b""
 
@@ -114,12 +116,9 @@ class PipeSource:
             missing -= len(piece)
         return memoryview(got)
 
-    def expect_end(self, padding: int = 0) -> None:
-        """Returns when at most `padding` bytes follow the position; WidenError (`bytes after the last tensor`) otherwise."""
-        following = 0
-        while following <= padding and (piece := self._stream.read(padding + 1 - following)):
-            following += len(piece)
-        if following > padding:
+    def expect_end(self) -> None:
+        """Returns when nothing follows the position; WidenError (`bytes after the last tensor`) otherwise."""
+        if self._ahead or self._stream.read(1):
             raise WidenError(f"{self.name}: there are bytes after the last tensor; make or download the file again")
 
     def _piece(self, wanted: int, missing: int) -> bytes:
@@ -129,7 +128,7 @@ class PipeSource:
         except OSError as error:
             raise WidenError(f"{self.name}: cannot be read: {error.strerror}") from None
         if not piece:
-            raise _truncated(self.name, missing)
+            raise _truncated(self.name, max(missing, self.promised - self.position))
         self.position += len(piece)
         return piece
 

@@ -27,7 +27,7 @@ from widen_cli.gguf.header import (
 from widen_cli.gguf.values import GgufValue, ValueType
 from widen_cli.hf_directory import plan_shards
 from widen_cli.safetensors_file import shown
-from widen_cli.sources import FileSource, Source
+from widen_cli.sources import FileSource, PipeSource, Source
 
 SPLIT_NO = "split.no"
 SPLIT_COUNT = "split.count"
@@ -86,6 +86,8 @@ def open_gguf(given: Path | Source) -> GgufModel:
         header = read_gguf_header(given)
         if _whole(header.values, SPLIT_COUNT, given.name, default=0) > 1:
             raise WidenError(f"{given.name}: is one part of a split model; give the path of a part, not a pipe")
+        if isinstance(given, PipeSource):
+            given.promised = max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
         return GgufModel(header, (given,), (), tuple(_doubts(header, given.name)))
     with ExitStack() as opened:
         source = FileSource(given)
