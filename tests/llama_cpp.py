@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,13 +91,14 @@ class _Nursery:
         return int(self._process.stdout.readline())
 
 
-_running: list[_Nursery] = []
+_own = threading.local()  # one for each thread: a nursery has one job at a time
 
 
 def _nursery() -> _Nursery:
-    if not _running or not _running[0].alive:
-        _running[:] = [_Nursery()]
-    return _running[0]
+    found: _Nursery | None = getattr(_own, "nursery", None)
+    if found is None or not found.alive:
+        found = _own.nursery = _Nursery()
+    return found
 
 
 def _fork_for_every_job() -> None:
