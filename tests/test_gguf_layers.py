@@ -21,14 +21,19 @@ PROMPTS = [[5, 9, 44], [7, 80, 3, 3, 61, 12, 99, 40, 23], [int(token) for token 
 BOUND = 2e-4
 
 
-def write(path: Path, changed: dict[str, Any] | None = None) -> Path:
-    """A model of four layers of which no two are alike: the second has no FFN, the third no attention."""
+def write(path: Path, changed: dict[str, Any] | None = None, stated: bool = True) -> Path:
+    """A model of four layers of which no two are alike: the second has no FFN, the third no attention.
+
+    Where it is not `stated`, a head has the size that hidden and the first layer's heads make.
+    """
     writer = gguf.GGUFWriter(str(path), "deci")
     values: dict[str, Any] = {
         "context_length": CONTEXT, "embedding_length": HIDDEN, "block_count": len(HEADS), "vocab_size": VOCAB,
         "attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_count": HEAD, RMS: EPS,
         "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "feed_forward_length": FFN, **(changed or {}),
     }  # fmt: skip
+    for key in () if stated else ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        del values[key]
     for key, value in values.items():
         name = f"deci.{key}"
         if isinstance(value, tuple):
@@ -38,7 +43,7 @@ def write(path: Path, changed: dict[str, Any] | None = None) -> Path:
         else:
             writer.add_uint32(name, value)
     _add_tokenizer(writer)
-    for name, shape in shapes().items():
+    for name, shape in shapes(HEAD if stated else HIDDEN // HEADS[0]).items():
         writer.add_tensor(name, drawn(name, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -47,7 +52,7 @@ def write(path: Path, changed: dict[str, Any] | None = None) -> Path:
     return path
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+def shapes(head: int) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (VOCAB, HIDDEN),
         "output_norm.weight": (HIDDEN,),
@@ -56,8 +61,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
     for layer, (heads, kv_heads, ffn) in enumerate(zip(HEADS, KV_HEADS, FFN, strict=True)):
         block: dict[str, tuple[int, ...]] = {}
         if heads:
-            block |= {"attn_norm": (HIDDEN,), "attn_q": (heads * HEAD, HIDDEN), "attn_output": (HIDDEN, heads * HEAD)}
-            block |= {"attn_k": (kv_heads * HEAD, HIDDEN), "attn_v": (kv_heads * HEAD, HIDDEN)}
+            block |= {"attn_norm": (HIDDEN,), "attn_q": (heads * head, HIDDEN), "attn_output": (HIDDEN, heads * head)}
+            block |= {"attn_k": (kv_heads * head, HIDDEN), "attn_v": (kv_heads * head, HIDDEN)}
         if ffn:
             block |= {
                 "ffn_norm": (HIDDEN,),
@@ -88,6 +93,15 @@ def test_every_layer_grows_from_its_own_size(tmp_path: Path, mode: str, grow: st
         ("feed_forward_length", FFN, "intermediate"),
     ):
         assert fields[f"deci.{key}"].contents() == [size * factors[axis] for size in old]
+
+
+@pytest.mark.parametrize(
+    "grow", ["hidden=2,intermediate=3,heads=2,kv_heads=2", "heads=3", "hidden=3,heads=1,head_dim=3"]
+)
+def test_heads_whose_size_the_first_layer_tells(tmp_path: Path, grow: str) -> None:
+    narrow, wide = write(tmp_path / "narrow.gguf", stated=False), tmp_path / "wide.gguf"
+    widened(narrow, wide, grow=grow)
+    assert difference(log_probabilities(narrow, PROMPTS), log_probabilities(wide, PROMPTS)) <= BOUND
 
 
 def test_heads_of_one_layer_that_the_kv_heads_no_longer_divide(tmp_path: Path) -> None:

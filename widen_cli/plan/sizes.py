@@ -45,6 +45,12 @@ class Sizes:
             _from_formulas(found)
         return found
 
+    def first(self) -> Sizes:
+        """The sizes in the first layer, as far as they are known yet."""
+        found = Sizes(self.architecture, self.config)
+        found.known = self.known | {name: sizes[0] for name, sizes in self.layered.items()}
+        return found
+
     def layers(self) -> list[Sizes]:
         """The sizes of all layers, each kind of layer once."""
         count = min((len(sizes) for sizes in self.layered.values()), default=0)
@@ -174,8 +180,10 @@ def _from_formulas(sizes: Sizes, faults: Faults | None = None) -> bool:
         formula = axis.size or (axis.otherwise if sizes.config.present else None)
         if axis.name in sizes.known or formula is None:
             continue
+        # What stands in for an absent key is made of the first layer's sizes, as in llama.cpp.
+        told = sizes if axis.size else sizes.first()
         try:
-            sizes.known[axis.name] = int(sizes.evaluate(formula))
+            sizes.known[axis.name] = int(told.evaluate(formula))
         except UnknownValueError:
             continue
         except ValueError as error:
