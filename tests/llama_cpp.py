@@ -73,6 +73,10 @@ class _Nursery:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, **alone}, start_new_session=True,
         )  # fmt: skip
+        assert self._process.stdout is not None
+        # Not select(): it takes no descriptor above 1023.
+        self._answers = select.poll()
+        self._answers.register(self._process.stdout, select.POLLIN)
 
     @property
     def alive(self) -> bool:
@@ -84,7 +88,7 @@ class _Nursery:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        if not select.select([self._process.stdout], [], [], seconds)[0]:
+        if not self._answers.poll(1000 * seconds):
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             raise LlamaCppError(f"{job['argv'][1]}: no answer after {seconds} s")

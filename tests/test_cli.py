@@ -326,8 +326,10 @@ def on_terminal(
     )  # fmt: skip
     os.close(theirs)
     shown = b""
+    ready = select.poll()
+    ready.register(ours, select.POLLIN)
     with suppress(OSError):
-        while select.select([ours], [], [], 30)[0] and (data := os.read(ours, 4096)):
+        while ready.poll(30_000) and (data := os.read(ours, 4096)):
             shown += data
     os.close(ours)
     return process.wait(30), shown.decode()
