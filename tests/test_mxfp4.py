@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from widen_cli import stream
 from widen_cli.blocks import types
 from widen_cli.cli import cli
 from widen_cli.convert import Report, prepare, run
@@ -216,6 +217,19 @@ def test_a_pipe_gives_the_same_bytes(narrow: Path, tmp_path: Path) -> None:
     (tmp_path / "piped.safetensors").write_bytes(piped)
     assert filecmp.cmp(tmp_path / "piped.safetensors", tmp_path / "wide/model.safetensors", shallow=False)
     assert filecmp.cmp(tmp_path / "config.json", tmp_path / "wide/config.json", shallow=False)
+
+
+def test_gate_and_up_of_a_unit_move_as_one_row(narrow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row they give the same bytes, in thousands of small pieces."""
+    report = widened(narrow, tmp_path / "wide", THRICE)
+    plans = [plan for plan in report.job.plan.tensors if plan.source.name.startswith(GATE_UP)]
+    pieces = [len(list(stream.blocks(stream.layout(plan), stream.BLOCK_BYTES))) for plan in plans]
+    monkeypatch.setattr(stream, "ROWS_TOGETHER", 1)
+    widened(narrow, tmp_path / "rows", THRICE)
+    small = [len(list(stream.blocks(stream.layout(plan), stream.BLOCK_BYTES))) for plan in plans]
+    # The bias, then codes and scales of three experts with 160 units each.
+    assert (pieces[-2:], small[-2:]) == ([1, 1], [480, 480])
+    assert filecmp.cmp(tmp_path / "rows/model.safetensors", tmp_path / "wide/model.safetensors", shallow=False)
 
 
 def test_verify_names_the_byte(narrow: Path, tmp_path: Path) -> None:
