@@ -238,7 +238,7 @@ def _stripped(tensors: Sequence[StoredTensor], prefix: str, name: str) -> tuple[
 
 def _refuse_quantised(config: ModelConfig) -> None:
     quantised = config.get("quantization_config")
-    if isinstance(quantised, dict) and not _block_scaled(quantised):
+    if isinstance(quantised, dict) and not _in_blocks(quantised):
         method = quantised.get("quant_method") or (
             "bitsandbytes" if quantised.get("load_in_4bit") or quantised.get("load_in_8bit") else "some"
         )
@@ -248,8 +248,12 @@ def _refuse_quantised(config: ModelConfig) -> None:
         )
 
 
+def _in_blocks(quantised: dict[str, Any]) -> bool:
+    """MXFP4, and FP8 with a grid of scales, are widened as they stand."""
+    return quantised.get("quant_method") == "mxfp4" or _block_scaled(quantised)
+
+
 def _block_scaled(quantised: dict[str, Any]) -> bool:
-    """FP8 with a grid of scales is widened as it stands."""
     return quantised.get("quant_method") == "fp8" and isinstance(quantised.get("weight_block_size"), list)
 
 

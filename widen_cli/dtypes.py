@@ -18,6 +18,7 @@ class DType:
     where an element is no whole byte or they have no such type), `kind` one of `float`, `integer`, `opaque`, `blocks`.
     Opaque elements can only be carried unchanged. Of quantised blocks `block` elements of a row share `block_bytes`
     bytes, and `bits` is what an element takes, rounded down. `exponent` masks the exponent's bits in the 16-bit floats.
+    `carrier` is the type that a safetensors file has for blocks, which it knows as an axis of bytes.
     """
 
     name: str
@@ -27,6 +28,7 @@ class DType:
     block: int = 1
     block_bytes: int = 0
     exponent: int | None = None
+    carrier: str | None = None
 
     @cached_property
     def numpy(self) -> np.dtype[Any] | None:
@@ -39,6 +41,13 @@ class DType:
 
         kind: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.code))
         return kind
+
+    def entry(self, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """The type and the shape that a file's header has for a tensor."""
+        if self.carrier is None:
+            return self.name, shape
+        *outer, row = shape
+        return self.carrier, (*outer, row // self.block, self.block_bytes) if self.block > 1 else shape
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Stored bytes of a tensor of this type, in Python integers, so no product can wrap.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from widen_cli.formulas import Formula
 from widen_cli.map_file import Place
 from widen_cli.shapes import Shape
+
+BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a weight that is stored in blocks, as gpt-oss's are
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Space:
 class TensorRule:
     """How the tensors of one name pattern are stored.
 
-    `need` is `each` (a tensor for every layer), `all-or-none` (name?) or `any` (name??).
+    `need` is `each` (a tensor for every layer), `all-or-none` (name?) or `any` (name??). `packed` is the shape where the
+    weight is stored as blocks and scales, in two tensors.
     """
 
     pattern: str
@@ -53,6 +56,17 @@ class TensorRule:
     offset: int
     need: str
     place: Place
+    packed: Shape | None = None
+
+    @cached_property
+    def when_packed(self) -> TensorRule | None:
+        """The rule that counts for the weight where it is stored in blocks; None where the map says nothing of such."""
+        return None if self.packed is None else replace(self, shape=self.packed, packed=None)
+
+    @property
+    def packed_patterns(self) -> tuple[str, ...]:
+        """The name patterns of the two tensors that hold the weight where it is stored in blocks."""
+        return () if self.packed is None else (self.pattern + BLOCKS, self.pattern + SCALES)
 
 
 @dataclass(frozen=True)

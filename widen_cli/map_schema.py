@@ -34,6 +34,7 @@ class TensorSection(_Section):
     when: str | bool | None = None
     times: str | None = None
     offset: int = 0
+    packed: str | None = None
 
 
 class TieSection(_Section):

@@ -30,7 +30,7 @@ from widen_cli.map_file import (
     read_map_data,
 )
 from widen_cli.map_rules import LAST, ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie, last_of
-from widen_cli.map_schema import MapDocument, map_document, real_path
+from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
 Parsed = TypeVar("Parsed")
@@ -256,7 +256,18 @@ class _Compiler:
                 when = self.optional(section.when, (*path, "when"), document)
                 times = self.multiplier(section.times, (*path, "times"), document)
                 place = self.data.key_place(("tensors", name))
-                yield TensorRule(pattern, shape, condition, when, times, section.offset, need or "each", place)
+                packed = self.packed(section, path, document)
+                yield TensorRule(pattern, shape, condition, when, times, section.offset, need or "each", place, packed)
+
+    def packed(self, section: TensorSection, path: Keys, document: MapDocument) -> Shape | None:
+        if section.packed is None:
+            return None
+        path = (*path, "packed")
+        if section.offset:
+            self.fault(path, "a weight with an 'offset' has no 'packed' form, since blocks hold no 1 + w")
+        shape = self.parsed(parse_shape, section.packed, path, "1")
+        self.check_shape(shape, path, document)
+        return shape
 
     def check_shape(self, shape: Shape, path: Keys, document: MapDocument) -> None:
         words = {*document.axes, *document.spaces}

@@ -129,7 +129,7 @@ def known_names(architecture: ArchitectureMap, tensors: Sequence[StoredHeader]) 
 
 
 def _known_ends(architecture: ArchitectureMap, tensors: Iterable[StoredHeader]) -> int:
-    ends = {_end(rule.pattern) for rule in architecture.tensors}
+    ends = {_end(pattern) for rule in architecture.tensors for pattern in (rule.pattern, *rule.packed_patterns)}
     ends |= {_end(f"x.{other}") for other in architecture.synonyms}
     return sum(_end(tensor.name) in ends for tensor in tensors)
 

@@ -157,7 +157,8 @@ def header_bytes(
             raise ValueError(f"two tensors of the name {name!r}")
         begin, end = end, end + dtype.nbytes(shape)
         begins.append(begin)
-        table[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [begin, end]}
+        kind, sizes = dtype.entry(shape)
+        table[name] = {"dtype": kind, "shape": list(sizes), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, [8 + len(text) + begin for begin in begins]

@@ -12,13 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from widen_cli.blocks import block_type, dequantized, scale_blocks, widen_row_blocks
-from widen_cli.dimensions import Copies, Growth, Run, leaf_scales, nested, runs
+from widen_cli.dimensions import Copies, Growth, Laid, Run, leaf_scales, nested, runs
 from widen_cli.dtypes import DType
 from widen_cli.plan.result import TensorPlan
 from widen_cli.scales import Scale
 from widen_cli.transform import Cast, Counts, times_copies, widened_rows
 
 BLOCK_BYTES = 4 << 20  # of output; small enough for the caches, large enough that a system call costs nothing beside it
+ROWS_TOGETHER = (
+    8  # so many rows, that are copied as one, are better seen as one: gate and up of a unit, where they alternate
+)
 ROW_BYTES = 1 << 20  # rows above this size are taken apart along their next dimension
 
 
@@ -109,7 +112,26 @@ def layout(plan: TensorPlan) -> Layout:
     rows = dimensions[0]
     for growth in dimensions[1:leading]:
         rows = nested(rows, growth)
-    return Layout(rows, dimensions[leading:], plan.source.dtype, plan.dtype)
+    trailing = dimensions[leading:]
+    if plan.source.dtype.kind == "blocks" and 1 < (together := _together(rows)) <= ROWS_TOGETHER:
+        rows, trailing = _without_leaf(rows), (nested(Copies(together), trailing[0]),)
+    return Layout(rows, trailing, plan.source.dtype, plan.dtype)
+
+
+def _together(rows: Growth) -> int:
+    """How many neighbouring rows are always copied as one, 1 where they are copied one by one."""
+    if isinstance(rows, Laid) or rows.inner is None:
+        return 1
+    inner = rows.inner
+    return inner.size if isinstance(inner, Copies) and inner.inner is None and inner.copies == 1 else _together(inner)
+
+
+def _without_leaf(rows: Growth) -> Growth:
+    """The tree of rows copied as one, as if each lot of them were a row; their factor stays."""
+    assert isinstance(rows, Copies)
+    assert isinstance(rows.inner, Copies)
+    inner = rows.inner
+    return replace(rows, inner=_without_leaf(inner)) if inner.inner else replace(rows, inner=None, scale=inner.scale)
 
 
 def blocks(shape: Layout, limit: int) -> Iterator[list[Block]]:

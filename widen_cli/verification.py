@@ -130,14 +130,14 @@ def _other_tensors(job: Job, found: Checkpoint) -> Iterator[Difference]:
         elif not _alike(tensor, stored[name]):
             yield Difference(
                 name,
-                f"should be {tensor.dtype.name} {list(tensor.shape)}, is {stored[name].dtype.name} {list(stored[name].shape)}",
+                f"should be {tensor.written[0]} {list(tensor.written[1])}, is {stored[name].dtype.name} {list(stored[name].shape)}",
             )
     for name in stored.keys() - wanted.keys():
         yield Difference(name, "should not be there")
 
 
 def _alike(planned: TensorPlan, stored: StoredTensor) -> bool:
-    return (planned.dtype.name, planned.shape) == (stored.dtype.name, stored.shape)
+    return planned.written == (stored.dtype.name, stored.shape)
 
 
 def _other_values(job: Job, found: Checkpoint, progress: Callable[[int], None]) -> Iterator[Difference]:

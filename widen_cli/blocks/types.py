@@ -225,9 +225,17 @@ _TYPES = (
 
 BLOCK_TYPES: dict[str, BlockType] = {kind.name: kind for kind in _TYPES}
 
+# MXFP4 as gpt-oss stores it, the codes in one tensor and the scales in another; no types of ggml. What a row of codes can
+# become is for MXFP4 itself to judge.
+_HALVES = (
+    _block("MXFP4_CODES", 32, 16, (), _each(1, Plane(0, 32, 4), zero=0)),
+    _block("MXFP4_SCALES", 1, 1, (ScaleField(0, "E8M0"),), _once(0, 1)),
+)
+_KNOWN = BLOCK_TYPES | {kind.name: kind for kind in _HALVES}
+
 
 def block_type(name: str) -> BlockType:
-    """The block type of that ggml name. Raises BlockLayoutError, with the near miss, for one that is not known."""
-    if name not in BLOCK_TYPES:
+    """The block type of that ggml name, or a half of one. Raises BlockLayoutError, with the near miss, for one that is not known."""
+    if name not in _KNOWN:
         raise BlockLayoutError(f"{name} is no block type of ggml that can be widened{did_you_mean(name, BLOCK_TYPES)}")
-    return BLOCK_TYPES[name]
+    return _KNOWN[name]

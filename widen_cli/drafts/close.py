@@ -284,6 +284,7 @@ def _rule_text(rule: TensorRule) -> str:
     conditions = (("if", rule.condition), ("when", rule.when), ("times", rule.times))
     parts = [f"{word}: {_formula(formula)}" for word, formula in conditions if formula is not None]
     parts += [f"offset: {rule.offset}"] if rule.offset else []
+    parts += [f"packed: {quoted(rule.packed.text)}"] if rule.packed else []
     if not parts:
         return shape_value(rule.shape.text)
     return f"{{shape: {quoted(rule.shape.text) if ': ' in rule.shape.text else rule.shape.text}, {', '.join(parts)}}}"

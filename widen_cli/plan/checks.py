@@ -19,6 +19,7 @@ from widen_cli.plan.match import (
     missing_tensors,
     report_strangers,
 )
+from widen_cli.plan.packed import NUMBERS
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 
 
@@ -43,12 +44,23 @@ def check_input(
 ) -> Sizes:
     """The sizes of the axes, with a fault for whatever of the input does not fit the map; `file` is its name in messages."""
     _check_supported(architecture, config)
+    if config.get("quantization_config.quant_method") == "mxfp4" and not any(
+        rule.packed for rule in architecture.tensors
+    ):
+        raise WidenError(
+            f"{printable(config.name)}: quantization_config says that weights are packed in MXFP4, and map "
+            f"'{architecture.architecture}' does not say which and how ('packed', docs/maps.md); {NUMBERS}"
+        )
     if match.strangers and not match.matched and (prefix := common_prefix(architecture, tensors)):
         raise WidenError(
             f"{file}: every tensor name starts with '{printable(prefix)}', which '{architecture.architecture}' does not have; "
             f"the names match without it: give --strip-prefix {printable(prefix)}"
         )
     report_strangers(faults, file, architecture, match)
+    for text in list(match.torn.values())[:MISSING_SHOWN]:
+        faults.add(f"{file}: {text}")
+    if len(match.torn) > MISSING_SHOWN:
+        faults.add(f"{file}: ... and {len(match.torn) - MISSING_SHOWN} more weights in MXFP4 blocks")
     missing = missing_tensors(architecture, match, config)
     for name in missing[:MISSING_SHOWN]:
         faults.add(

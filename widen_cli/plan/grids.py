@@ -1,19 +1,23 @@
-"""Block-scaled FP8: a weight of one byte a value, and beside it a grid of numbers that multiply its blocks.
+"""Weights beside which a tensor of their own holds the numbers that multiply their blocks: block-scaled FP8, and MXFP4.
 
 Source: DeepSeek-V3's and transformers' fine-grained FP8: `weight_scale_inv` [ceil(out / b), ceil(in / b)] holds what the
-values of a block of b x b are multiplied by. A widened weight keeps its bytes; its factor goes into the grid.
+values of a block of b x b are multiplied by. A widened weight keeps its bytes; its factor goes into the grid. For MXFP4
+see packed.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from widen_cli.config import ModelConfig
 from widen_cli.dimensions import Copies, Growth, Laid, Run, runs
 from widen_cli.errors import printable
+from widen_cli.map_rules import BLOCKS, SCALES
 from widen_cli.plan.match import GRID, StoredHeader
+from widen_cli.plan.packed import CODES, POWERS, SIZE, PackedWeight
 from widen_cli.plan.result import TensorPlan
 from widen_cli.scales import ONE, Scale
 
@@ -51,6 +55,28 @@ def with_grid(plan: TensorPlan, grid: StoredHeader, block: tuple[int, int]) -> t
     except UnfitGridError as error:
         raise UnfitGridError(f"tensor '{printable(plan.source.name)}': {error}") from None
     return plan.without_factors, TensorPlan(grid, (grid.name,), plan.pattern + GRID, grid.dtype, own, plan.scale)
+
+
+def apart(plans: Sequence[TensorPlan], order: Sequence[str]) -> tuple[TensorPlan, ...]:
+    """The plans with those of weights in MXFP4 blocks taken apart: one for the codes, which are moved, and one for the
+    scales, which take the factors. The tensors stand in the `order` of the input, those it lacks where they stood."""
+    if not any(isinstance(plan.source, PackedWeight) for plan in plans):
+        return tuple(plans)
+    halves = [half for plan in plans for half in _halves(plan)]
+    made = [plan for plan in halves if plan.made]
+    place = {name: number for number, name in enumerate(order)}
+    return (*made, *sorted((plan for plan in halves if not plan.made), key=lambda plan: place[plan.source.name]))
+
+
+def _halves(plan: TensorPlan) -> tuple[TensorPlan, ...]:
+    weight = plan.source
+    if not isinstance(weight, PackedWeight):
+        return (plan,)
+    growth = plan.growth or ()
+    own = (*growth[:-1], _grid_growth(growth[-1], SIZE))
+    names = tuple(name.removesuffix(BLOCKS) + SCALES for name in plan.names)
+    codes = replace(plan.without_factors, source=weight.codes, dtype=CODES, pattern=plan.pattern + BLOCKS)
+    return codes, TensorPlan(weight.scales, names, plan.pattern + SCALES, POWERS, own, plan.scale)
 
 
 # Experts by the thousand have the same few dimensions.

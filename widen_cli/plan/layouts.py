@@ -10,6 +10,7 @@ from widen_cli.plan.result import TensorPlan
 from widen_cli.plan.trees import block_reasons
 
 FAULTS_SHOWN = 8
+TILE = "; use --layout tile"
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,11 @@ def arrange(asked: str, planned: Callable[[str], tuple[TensorPlan, ...]], uneven
     reasons = block_reasons(tensors)
     if not reasons:
         return Arrangement("interleave", tensors)
-    if asked == "interleave":
+    # Where no reason speaks of the layout, what the other one lacks is beside the point.
+    cured = uneven is None or any(reason.endswith(TILE) for reason in reasons)
+    if asked == "interleave" or not cured:
         raise WidenError(*(f"{file}: {reason}" for reason in reasons[:FAULTS_SHOWN]))
-    why = reasons[0].removesuffix("; use --layout tile")
+    why = reasons[0].removesuffix(TILE)
     return _tiled(planned, uneven, f"because {why}", file)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +12,8 @@ from widen_cli.config import MISSING, ModelConfig
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
-from widen_cli.map_rules import LAST, ArchitectureMap, TensorRule, Tie, last_of, name_pattern
+from widen_cli.map_rules import BLOCKS, LAST, SCALES, ArchitectureMap, TensorRule, Tie, last_of, name_pattern
+from widen_cli.plan.packed import NUMBERS, PackedWeight, packed_weight
 
 MISSING_SHOWN = 8
 WITH_BASE = "merge it into its base first, or give its base with --base"
@@ -56,7 +57,8 @@ class Match:
 
     `carried` are copied unchanged (integers, scalars and empty tensors that no rule names),
     `dropped` left out, `strangers` are weights that no rule names; `grids` are the scales of block-scaled FP8 weights, by
-    the weight's name. `root` stands in front of every name, as where the model is a part of another; `last` says how a
+    the weight's name, and those of weights in MXFP4 blocks; `torn` says of such weights, by their own names, what is wrong
+    with their two tensors. `root` stands in front of every name, as where the model is a part of another; `last` says how a
     layer that a map calls the last one is named.
     """
 
@@ -65,6 +67,7 @@ class Match:
     dropped: list[StoredHeader] = field(default_factory=list)
     strangers: list[StoredHeader] = field(default_factory=list)
     grids: dict[str, StoredHeader] = field(default_factory=dict)
+    torn: dict[str, str] = field(default_factory=dict)
     spelling: tuple[tuple[str, str], ...] = ()
     synonyms: dict[str, str] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
@@ -167,12 +170,21 @@ def _matched_under(
     ]
     fp8 = {tensor.name for tensor in tensors if tensor.dtype.name.startswith("F8_") and len(tensor.shape) == 2}
     drops = [name_pattern(match.written(pattern)) for pattern in architecture.drop]
+    packed = [
+        (name_pattern(match.written(pattern)), rule.when_packed)
+        for rule in architecture.tensors
+        for pattern in rule.packed_patterns
+        if conditions.hold(rule.condition, unknown=False)
+    ]
+    by_name = {tensor.name: tensor for tensor in tensors} if packed else {}
     for tensor in tensors:
         name = _canonical(tensor.name, architecture.synonyms)
         if any(drop.fullmatch(name) for drop in drops):
             match.dropped.append(tensor)
         elif found := next(((rule, hit) for pattern, rule in rules if (hit := pattern.fullmatch(name))), None):
             match.matched.append(_matched(tensor, *found))
+        elif half := next(((rule, hit) for pattern, rule in packed if rule and (hit := pattern.fullmatch(name))), None):
+            _match_packed(match, tensor, by_name, *half)
         elif name.endswith(GRID) and name.removesuffix(GRID) in fp8:
             match.grids[name.removesuffix(GRID)] = tensor
         elif _means_nothing(tensor) and not any(mark in name for mark in _KNOWN_KINDS):
@@ -187,6 +199,19 @@ def _matched_under(
         if conditions.hold(tie.when, unknown=match.written(tie.tensor) not in conditions.names)
     )
     return match
+
+
+def _match_packed(
+    match: Match, tensor: StoredHeader, stored: Mapping[str, StoredHeader], rule: TensorRule, hit: re.Match[str]
+) -> None:
+    """Matches one of the two tensors of a weight in blocks: the first stands for both."""
+    called = tensor.name.removesuffix(BLOCKS).removesuffix(SCALES)
+    weight = packed_weight(called, stored)
+    if isinstance(weight, str):
+        match.torn[called] = weight
+    elif tensor.name == weight.name:
+        match.matched.append(_matched(weight, rule, hit))
+        match.grids[weight.name] = stored[weight.scales.name]
 
 
 def _last_layers(
@@ -235,7 +260,7 @@ def missing_tensors(architecture: ArchitectureMap, match: Match, config: ModelCo
     tied = {tie.tensor for tie in match.ties}
     found = {item.rule.pattern for item in match.matched}
     counts, heads = _counts(architecture, match, conditions.lookup), _numbered(match)
-    stored = {_canonical(item.tensor.name, match.synonyms) for item in match.matched}
+    stored = {_canonical(_called(item.tensor), match.synonyms) for item in match.matched} | match.torn.keys()
     missing: list[str] = []
     for rule in architecture.tensors:
         if rule.need == "any" or not conditions.hold(rule.condition, unknown=False):
@@ -244,6 +269,11 @@ def missing_tensors(architecture: ArchitectureMap, match: Match, config: ModelCo
         if needed or rule.pattern in found:
             missing += [name for name in _expected(rule, match, counts, heads) if name not in stored]
     return missing
+
+
+def _called(tensor: StoredHeader) -> str:
+    """A tensor's name, or that of the weight that is stored in it and another."""
+    return tensor.called if isinstance(tensor, PackedWeight) else tensor.name
 
 
 def _numbered(match: Match) -> dict[str, int]:
@@ -331,8 +361,8 @@ _KNOWN_KINDS = {
     "lora_A": LORA,
     "lora_B": LORA,
     ".qweight": "packed GPTQ or AWQ weights, which must not be repeated; use the unquantised model",
-    "_proj_blocks": "MXFP4 weights, packed; save the model dequantised from transformers (Mxfp4Config(dequantize=True)) first",
-    "_proj_scales": "scales of MXFP4 weights, packed; save the model dequantised from transformers first",
+    "_proj_blocks": f"MXFP4 weights, of which this map does not say how they lie; {NUMBERS}",
+    "_proj_scales": f"scales of MXFP4 weights, of which this map does not say how they lie; {NUMBERS}",
     ".absmax": "bitsandbytes 4-bit weights; use the unquantised model",
     ".quant_state": "bitsandbytes 4-bit weights; use the unquantised model",
     "query_key_value": (
@@ -344,7 +374,9 @@ _KNOWN_KINDS = {
 
 def common_prefix(architecture: ArchitectureMap, tensors: Sequence[StoredHeader]) -> str | None:
     """A foreign prefix (such as `_orig_mod.` or `module.`) after which the names would match, or None."""
-    patterns = [name_pattern(rule.pattern) for rule in architecture.tensors]
+    patterns = [
+        name_pattern(pattern) for rule in architecture.tensors for pattern in (rule.pattern, *rule.packed_patterns)
+    ]
     first = next((tensor.name for tensor in tensors), "")
     for end in [place + 1 for place, letter in enumerate(first) if letter == "."]:
         prefix = first[:end]

@@ -13,12 +13,13 @@ from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import ConfigChanges
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
-from widen_cli.plan.grids import UnfitGridError, block_size, with_grid
+from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
 from widen_cli.plan.layouts import Arrangement, arrange
 from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
+from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes
@@ -79,7 +80,7 @@ def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, 
     heads = architecture.growth.heads
     if not heads or any(axis in positions.get("alibi", set()) for axis in heads):
         return False
-    return any((types.dtype or item.tensor.dtype).bits < 32 for item in match.matched)
+    return any(types.cast(item.tensor.dtype).bits < 32 for item in match.matched)
 
 
 class _Planner:
@@ -125,7 +126,7 @@ class _Planner:
             why=why,
             factors=self.growth.factors,
             scales={name: scale for name, scale in scales.items() if name not in self.spaces.multipliers},
-            tensors=arranged.tensors,
+            tensors=apart(arranged.tensors, [tensor.name for tensor in tensors]),
             dropped=tuple(tensor.name for tensor in self.match.dropped),
             config=tuple(config),
             sidecars=sidecars,
@@ -165,7 +166,7 @@ class _Planner:
                     f"--scaling auto takes a mode that is"
                 ) from None
         why = ""
-        if all((self.request.types.dtype or item.tensor.dtype).bits >= 32 for item in self.match.matched):
+        if all(self.request.types.cast(item.tensor.dtype).bits >= 32 for item in self.match.matched):
             try:
                 scales = self.spaces.solve(MODES["orthogonal"])
                 if self.config.present or not self.changes.epsilons(scales):
@@ -242,7 +243,16 @@ class _Planner:
         return self.with_made(with_scalars(self.architecture, planned))
 
     def with_grid(self, plan: TensorPlan) -> tuple[TensorPlan, ...]:
-        """A weight's plan, and where it is block-scaled FP8 that of its scales."""
+        """A weight's plan, and where it is block-scaled FP8 that of its scales.
+
+        A weight in MXFP4 blocks stays one until a layout is found for it.
+        """
+        if isinstance(plan.source, PackedWeight):
+            if plan.dtype != plan.source.dtype:
+                raise UnfitGridError(
+                    f"tensor '{printable(plan.source.name)}' holds MXFP4 blocks, which are not written as {plan.dtype.name}; {NUMBERS}"
+                )
+            return (plan,)
         grid = self.match.grids.get(plan.source.name)
         if grid is None:
             return (plan,)
@@ -310,6 +320,10 @@ class _Planner:
         for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):
             if tensors:
                 self.warnings.append(f"{self.file}: not in the map, copied unchanged ({what}): {_names(tensors)}")
+        if self.request.types.dtype and any(isinstance(item.tensor, PackedWeight) for item in self.match.matched):
+            self.warnings.append(
+                f"{self.file}: --dtype {self.request.types.dtype.name} leaves weights in MXFP4 blocks as they are; for numbers, {NUMBERS}"
+            )
         if self.request.rope and self.rotary.factor == 1:
             self.warnings.append(
                 f"--rope {self.request.rope}: no head grows, so it has no effect; --grow head_dim=N grows them"

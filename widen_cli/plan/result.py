@@ -53,6 +53,16 @@ class TensorPlan:
         return self.source.shape if self.growth is None else tuple(growth.new for growth in self.growth)
 
     @property
+    def stored(self) -> tuple[str, tuple[int, ...]]:
+        """Type and shape in the input's header."""
+        return self.source.dtype.entry(self.source.shape)
+
+    @property
+    def written(self) -> tuple[str, tuple[int, ...]]:
+        """Type and shape in the output's header."""
+        return self.dtype.entry(self.shape)
+
+    @property
     def without_factors(self) -> TensorPlan:
         """The same copies with no factor on any value."""
         return replace(self, growth=tuple(scaled(tree, ONE) for tree in self.growth or ()), scale=ONE)

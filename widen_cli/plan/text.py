@@ -34,9 +34,9 @@ def _tensor_rows(plan: Plan) -> Iterator[list[str]]:
     for tensor in plan.tensors:
         key: tuple[str, ...] = (
             printable(tensor.pattern),
-            "new" if tensor.made else str(list(tensor.source.shape)),
+            "new" if tensor.made else str(list(tensor.stored[1])),
             "->",
-            str(list(tensor.shape)),
+            str(list(tensor.written[1])),
             factor_text(tensor),
             dtype_text(tensor),
             exactness_text(tensor),
@@ -64,8 +64,8 @@ def exactness_text(tensor: TensorPlan) -> str:
 
 
 def dtype_text(tensor: TensorPlan) -> str:
-    same = tensor.source.dtype == tensor.dtype
-    return tensor.dtype.name if same else f"{tensor.source.dtype.name} -> {tensor.dtype.name}"
+    old, new = tensor.stored[0], tensor.written[0]
+    return new if old == new else f"{old} -> {new}"
 
 
 def _columns(rows: list[list[str]]) -> list[str]:
@@ -104,12 +104,12 @@ def _tensor_json(tensor: TensorPlan) -> dict[str, Any]:
         "source": tensor.source.name,
         "names": list(tensor.names),
         "pattern": tensor.pattern,
-        "shape": list(tensor.source.shape),
-        "new_shape": list(tensor.shape),
+        "shape": list(tensor.stored[1]),
+        "new_shape": list(tensor.written[1]),
         "factors": [{"text": str(scale), "value": float(scale)} for scale in tensor.part_scales],
         "copies_are_zero": any(silent(growth) for growth in tensor.growth or ()),
-        "dtype": tensor.source.dtype.name,
-        "new_dtype": tensor.dtype.name,
+        "dtype": tensor.stored[0],
+        "new_dtype": tensor.written[0],
         "exactness": tensor.exactness,
         "rounding": tensor.rounding and {"numbers": tensor.rounding[0], "relative": 2.0 ** -tensor.rounding[1]},
     }

@@ -22,6 +22,10 @@ class WrittenTypes:
     dequantize: DType | None = None
     embedding: DType | None = None
 
+    def cast(self, stored: DType) -> DType:
+        """The type that `dtype` alone makes of a stored one; blocks it leaves as they are."""
+        return stored if self.dtype is None or stored.kind == "blocks" else self.dtype
+
     def of(self, architecture: ArchitectureMap, item: Matched) -> DType:
         """The type that a matched tensor is written in."""
         stored = item.tensor.dtype
