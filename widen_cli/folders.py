@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Never, Self
@@ -40,22 +40,25 @@ class Staging:
         self._staging = hidden_sibling(self._real, "staging")
         self._files = self._staging / FILES
         self._journal: Journal | None = None
+        self._lock: int | None = None
         self.committed = False
 
     def __enter__(self) -> Self:
         remove_leftover_folders(self._real, finished_too=False)
-        lock = claim(self._leftover, self._staging) if self._leftover else None
-        with refusing(self.name, self._real.parent):
-            if lock is None:
-                self._leftover = None
-                # What replaces a folder may be read by nobody else before it is in place.
-                self._staging.mkdir(0o700)
-            self._files.mkdir(exist_ok=True)
-            try:
+        self._lock = claim(self._leftover, self._staging) if self._leftover else None
+        if self._lock is None:
+            # There is none, or another run was faster.
+            self._leftover = None
+        try:
+            with refusing(self.name, self._real.parent):
+                if self._leftover is None:
+                    # What replaces a folder may be read by nobody else before it is in place.
+                    self._staging.mkdir(0o700)
+                self._files.mkdir(exist_ok=True)
                 self._begin_journal()
-            finally:
-                if lock is not None:
-                    os.close(lock)
+        except BaseException as error:
+            self._give_up(error)
+            raise
         return self
 
     def _begin_journal(self) -> None:
@@ -103,7 +106,7 @@ class Staging:
                 nbytes = (self._files / name).stat().st_size
                 self._journal.add(Finished(name=name, nbytes=nbytes, pieces=tuple(output.pieces), counts=counts))
 
-    def _clear(self, kept: Container[str]) -> None:
+    def _clear(self, kept: Collection[str]) -> None:
         """Removes what is no finished file."""
         for entry in os.scandir(self._files):
             if entry.is_dir(follow_symlinks=False):
@@ -121,12 +124,23 @@ class Staging:
         try:
             if kind is None:
                 commit(self)
+        except BaseException as failed:
+            error = failed
+            raise
         finally:
-            self._give_up(error)
+            try:
+                self._give_up(error)
+            except (KeyboardInterrupt, SystemExit) as stopped:
+                if self.committed:
+                    stopped.add_note(f"{self.name} is complete")
+                raise
 
     def _give_up(self, error: BaseException | None) -> None:
         """Removes the hidden folder, unless it holds finished files of a run that did not come to its end."""
-        finished = self._journal.finished if self._journal and not self.committed else {}
+        finished: Collection[str] = ()
+        if not self.committed:
+            left = self._leftover.finished if self._leftover else ()
+            finished = self._journal.finished if self._journal else {each.name for each in left}
         if finished:
             with suppress(OSError):
                 self._clear(finished)
@@ -139,6 +153,9 @@ class Staging:
             shutil.rmtree(self._staging, ignore_errors=True)
         if self._journal is not None:
             self._journal.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if self.committed:
             remove_leftover_folders(self._real, finished_too=True)
 

@@ -128,6 +128,7 @@ class FileOutput:
 
     def placed(self) -> None:
         self.committed = True
+        self._discard()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
