@@ -96,7 +96,7 @@ def _place_file(each: Placement, undo: ExitStack, alone: bool) -> None:
         rename_new(each.staged, each.real, each.name)
     elif not alone and os.path.lexists(each.real):
         if _renamed(each.staged, each.real, _EXCHANGE):
-            undo.callback(os.replace, each.staged, each.real)
+            undo.callback(_renamed, each.staged, each.real, _EXCHANGE)
         else:
             os.replace(each.staged, each.real)
             # The old one is gone, so the others that belonged to it must not come back beside the new one.
