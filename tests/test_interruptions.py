@@ -29,6 +29,7 @@ def interrupt(case: str, how: str, *more: str) -> dict[str, Any]:
     [
         ("file", "kill", 8, 0),
         ("file --force", "power", 10, 0),
+        ("file --force", "TERM", 10, 0),
         ("folder", "power", 50, 30),
         ("folder --force", "kill", 55, 30),
         ("parts", "full", 35, 5),

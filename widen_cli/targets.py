@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from widen_cli.checkpoint import Checkpoint
@@ -76,10 +77,17 @@ def check_room(
     """Raises WidenError where the output's disk, or the user's share of it, has no room for what is still to be written."""
     if not is_stream(options.output):
         folder = Path(os.path.realpath(options.output.rstrip("/"))).parent
-        beside = sum(len(each) if isinstance(each, bytes) else each.stat().st_size for each in companions.values())
+        beside = sum(len(each) if isinstance(each, bytes) else _size(each) for each in companions.values())
         there = leftover.nbytes if leftover else 0
         needed = sum(shard.nbytes for shard in shards) + beside - there
         check_space(folder, needed, max(shard.nbytes for shard in shards))
+
+
+def _size(path: Path) -> int:
+    # One that has gone is told when it is to be copied.
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 def unsaved(
