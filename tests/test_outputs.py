@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from widen_cli import outputs
+from widen_cli import placing
 from widen_cli.errors import WidenError
+from widen_cli.folders import DirectoryOutput
 from widen_cli.output_checks import check_output, check_space, is_stream
-from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
+from widen_cli.outputs import FileOutput, StreamOutput
 
 ROOT = Path(__file__).parents[1]
 
@@ -381,7 +382,8 @@ def test_missing_folder_at_start(tmp_path: Path) -> None:
 KILLED = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell starts with it ignored
-from widen_cli.outputs import DirectoryOutput, FileOutput
+from widen_cli.folders import DirectoryOutput
+from widen_cli.outputs import FileOutput
 with FileOutput(sys.argv[1], force=True) as file, DirectoryOutput(sys.argv[2]) as folder:
     file.write_at(0, b"new")
     with folder.open("a") as part:
@@ -571,7 +573,7 @@ def test_force_replaces_and_keeps_what_is_not_ours(
         raise OSError(errno.EPERM, "Operation not permitted")
 
     if not exchange:
-        monkeypatch.setattr(outputs, "_LIBC", _NoExchange())
+        monkeypatch.setattr(placing, "_LIBC", _NoExchange())
     if not hard_links:
         monkeypatch.setattr(os, "link", no_link)
     out = tmp_path / "o"
@@ -640,11 +642,11 @@ def test_second_rename_that_fails_brings_the_old_folder_back(tmp_path: Path, mon
     rename = os.rename
 
     def fail_for_staging(source: Path, target: Path) -> None:
-        if str(source).endswith(".staging"):
+        if str(source).endswith(".staging/files"):
             raise OSError(errno.EIO, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(outputs, "_LIBC", _NoExchange())
+    monkeypatch.setattr(placing, "_LIBC", _NoExchange())
     monkeypatch.setattr(os, "rename", fail_for_staging)
     with (
         pytest.raises(WidenError, match="cannot be written: Input/output error"),

@@ -83,6 +83,8 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
                 click.echo(line, err=True)
             if len(lines) > FAULT_LINES:
                 click.echo(f"... and {len(lines) - FAULT_LINES} more", err=True)
+            for note in _notes(error):
+                click.echo(note, err=True)
             sys.exit(1)
         except BrokenPipeError:
             _drop_stdout()
@@ -91,9 +93,12 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
             _drop_stdout()
             click.echo(f"standard output: cannot be written: {error.strerror}", err=True)
             sys.exit(1)
-        except KeyboardInterrupt:
-            click.echo("interrupted; nothing was written", err=True)
+        except KeyboardInterrupt as stopped:
+            click.echo(f"interrupted; {'; '.join(_notes(stopped)) or 'nothing was written'}", err=True)
             sys.exit(130)
+        except Terminated as stopped:
+            click.echo(f"terminated; {'; '.join(_notes(stopped)) or 'nothing was written'}", err=True)
+            raise
         # What was asked for is done: from here on an interruption must not turn it into a failure.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -106,9 +111,17 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class Terminated(SystemExit):
+    """A signal other than Ctrl-C; its code is the exit code. What there is to say of it is said when all is cleaned up."""
+
+
 def _terminated(number: int, frame: FrameType | None) -> None:
-    click.echo("terminated; nothing was written", err=True)
-    sys.exit(128 + number)
+    raise Terminated(128 + number)
+
+
+def _notes(stopped: BaseException) -> list[str]:
+    """What was noted of files that stand or are kept in spite of an error."""
+    return list(getattr(stopped, "__notes__", []))
 
 
 @click.group(
@@ -139,6 +152,7 @@ def cli() -> None:
     "--threads", type=click.IntRange(min=1), help="Threads that read, widen and write.  [default: the cores, up to 4]"
 )
 @click.option("--force", is_flag=True, help="Replace OUT where it exists, in one step.")
+@click.option("--resume", is_flag=True, help="Go on from the files that an interrupted run of the same had finished.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and the bytes needed; write nothing.")
 @click.option(
     "--verify", "proof", is_flag=True, help="Derive everything again from IN and compare it with what was written."
@@ -170,7 +184,11 @@ def convert(dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any)
         _print_plan(job, as_json)
         return
     report = _run(job, quiet)
-    found = _verified(options, quiet) if proof else None
+    try:
+        found = _verified(options, quiet) if proof else None
+    except (KeyboardInterrupt, Terminated) as stopped:
+        stopped.add_note(f"{_shown_output(report)} is complete, but was not verified")
+        raise
     if as_json:
         done = {**plan_json(job.plan), "bytes": job.nbytes, "values": _counted(report)}
         click.echo(json.dumps(done | ({"verification": found.as_json()} if found else {}), indent=2))
@@ -234,6 +252,8 @@ def _summary(report: Report, quiet: int) -> None:
             click.echo(
                 f"warning: ... and {len(overflowed) - 8} more tensors with values that became infinite", err=True
             )
+    for note in report.notes if quiet < 2 else ():
+        click.echo(note, err=True)
     if quiet == 0:
         exactness = "function-exact" + ("" if rounded or overflowed or not plan.exact else " and bit-exact")
         click.echo(

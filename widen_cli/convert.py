@@ -18,19 +18,22 @@ from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.folders import DirectoryOutput, PartsOutput, Staging
 from widen_cli.gguf.checkpoint import described_anew
 from widen_cli.hf_directory import index_bytes
+from widen_cli.journal import Identity, Leftover
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import map_from_text
 from widen_cli.options import Options
 from widen_cli.output_checks import check_output, is_stream
-from widen_cli.outputs import DirectoryOutput, FileOutput, StreamOutput
+from widen_cli.outputs import FileOutput, StreamOutput, commit
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan
 from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.match import StoredHeader
 from widen_cli.plan.result import EXACT, ConfigChange, Ones
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.records import Record
+from widen_cli.resuming import identity_of, resumed, to_resume
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.shards import Shard, output_shards
 from widen_cli.sources import HashingSource, HeldSource
@@ -47,7 +50,8 @@ class Job:
     """A run, resolved: what is read, what is planned, and every file that will be written.
 
     `config_target` is where the config goes if not into the output folder; `companions` are the folder's other files, to
-    be copied or with their new content.
+    be copied or with their new content. `identity` is that of a run that can be resumed later, `leftover` the interrupted
+    run that this one goes on from.
     """
 
     options: Options
@@ -59,6 +63,8 @@ class Job:
     directory: bool
     companions: dict[str, Path | bytes]
     warnings: tuple[str, ...]
+    identity: Identity | None = None
+    leftover: Leftover | None = None
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +73,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did: per stored tensor, what happened to its values."""
+    """What a run did: per stored tensor, what happened to its values; `notes` say what was made of an interrupted run."""
 
     job: Job
     counts: dict[str, Counts]
+    notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> Counts:
@@ -96,17 +103,25 @@ def prepare(options: Options) -> Job:
         checkpoint, plan, doubtful = _planned(options, checkpoint, request, faults)
         companions = companions_of(checkpoint, options.input, options.output, plan.sidecars)
         shards = output_shards(plan, checkpoint, options.input, options.output, options.max_shard_size, directory)
+        identity = identity_of(plan, checkpoint, shards, options)
+        leftover: Leftover | None = None
+        told: tuple[str, ...] = ()
         with doubts.collecting():
-            check_parts(options, checkpoint, shards, directory)
-            check_room(options, shards)
+            leftover, told = to_resume(options, identity, directory)
+        with doubts.collecting():
+            check_parts(options, checkpoint, shards, directory, leftover)
+            check_room(options, shards, companions, leftover)
         if not faults.texts:
             refused.pop_all()
     config = _changed_config(checkpoint.config, plan)
     warnings = (*checkpoint.warnings, *doubtful, *plan.warnings)
     if options.named:
+        warnings += told
         warnings += unsaved(plan, checkpoint, config_target, options, directory)
         warnings += tuple(doubts.texts) if options.dry_run else ()
-    return Job(options, checkpoint, plan, shards, config, config_target, directory, companions, warnings)
+    return Job(
+        options, checkpoint, plan, shards, config, config_target, directory, companions, warnings, identity, leftover
+    )
 
 
 def _planned(
@@ -241,12 +256,14 @@ def run(job: Job, progress: Progress) -> Report:
     try:
         if job.directory:
             _write_directory(job, writing)
+        elif len(job.shards) > 1:
+            _write_parts(job, writing)
         else:
             _write_file(job, writing)
     finally:
         stream.close()
         job.checkpoint.close()
-    return Report(job, writing.counts)
+    return Report(job, writing.counts, tuple(writing.notes))
 
 
 def derive(job: Job, place: Callable[[str], Writer | None], progress: Progress) -> None:
@@ -280,6 +297,7 @@ class _Writing:
         self.stream = stream
         self.progress = progress
         self.counts: dict[str, Counts] = {}
+        self.notes: list[str] = []
         self.hashing = _tied_digests(job)
         self.stored = {
             tensor.name: replace(tensor, source=self.hashing.get(tensor.name, tensor.source))
@@ -297,6 +315,25 @@ class _Writing:
             # The output is about to be given up, and its descriptor may soon be another file's.
             self.stream.abandon()
             raise
+
+    def shards(self, staging: Staging) -> None:
+        """Writes every file of the output but those that an interrupted run had finished."""
+        kept, changed = staging.recover(self.progress)
+        self.notes += resumed(self.job.shards, kept, changed)
+        for shard in self.job.shards:
+            if shard.name in kept:
+                self.counts |= {name: Counts(*counts) for name, counts in kept[shard.name].counts.items()}
+                continue
+            with staging.open(shard.name, shard.nbytes) as output:
+                self.shard(shard, output, forward_only=False)
+            staging.note(shard.name, output, self.counted(shard))
+        self.finish()
+
+    def counted(self, shard: Shard) -> dict[str, tuple[int, int, int]]:
+        """What happened to the values of a file's tensors; of one written under several names, in the first one's file."""
+        own = [tensor.source.name for tensor, name, _ in shard.tensors if name == tensor.names[0]]
+        found = {name: self.counts[name] for name in own}
+        return {name: (counts.values, counts.rounded, counts.overflowed) for name, counts in found.items()}
 
     def tensors(self, shard: Shard, output: FileOutput | StreamOutput, forward_only: bool) -> None:
         gaps = dict(zip((name for _, name, _ in shard.tensors), shard.gaps, strict=True)) if shard.gaps else {}
@@ -326,40 +363,52 @@ class _Writing:
 
 
 def _write_file(job: Job, writing: _Writing) -> None:
+    (shard,) = job.shards
     with ExitStack() as stack:
-        # The config is entered first, so it is renamed last: weights alone are seen to be alone, a config alone misleads.
-        _open_config(job, stack)
+        config = _open_config(job, stack)
         if is_stream(job.options.output):
-            (shard,) = job.shards
             with StreamOutput(job.options.output) as output:
                 writing.shard(shard, output, forward_only=True)
                 writing.finish()
+            commit(*config)
             return
-        for shard in job.shards:
-            target = Path(job.options.output).with_name(shard.name) if len(job.shards) > 1 else job.options.output
-            file = stack.enter_context(FileOutput(target, shard.nbytes, job.options.force))
-            writing.shard(shard, file, forward_only=False)
+        file = stack.enter_context(FileOutput(job.options.output, shard.nbytes, job.options.force))
+        writing.shard(shard, file, forward_only=False)
         writing.finish()
+        commit(file, *config)
 
 
-def _open_config(job: Job, stack: ExitStack) -> None:
+def _write_parts(job: Job, writing: _Writing) -> None:
+    """The numbered parts of a GGUF."""
+    with ExitStack() as stack:
+        config = _open_config(job, stack)
+        names = [shard.name for shard in job.shards]
+        parts = PartsOutput(job.options.output, names, job.options.force, job.identity, job.leftover)
+        writing.shards(stack.enter_context(parts))
+        commit(parts, *config)
+
+
+def _open_config(job: Job, stack: ExitStack) -> list[FileOutput]:
+    """Writes a config of its own; what is to be put in place with the weights, and after them.
+
+    Weights alone are seen to be alone, a config alone misleads.
+    """
     if job.config_target is None:
-        return
+        return []
     if is_stream(job.config_target):
         stack.enter_context(StreamOutput(job.config_target)).write_at(0, job.config.to_bytes())
-    else:
-        output = FileOutput(job.config_target, force=job.options.force)
-        stack.enter_context(output).write_at(0, job.config.to_bytes())
+        return []
+    output = stack.enter_context(FileOutput(job.config_target, force=job.options.force))
+    output.write_at(0, job.config.to_bytes())
+    return [output]
 
 
 def _write_directory(job: Job, writing: _Writing) -> None:
     with ExitStack() as stack:
-        _open_config(job, stack)
-        folder = stack.enter_context(DirectoryOutput(job.options.output.rstrip("/"), job.options.force))
-        for shard in job.shards:
-            with folder.open(shard.name, shard.nbytes) as output:
-                writing.shard(shard, output, forward_only=False)
-        writing.finish()
+        config = _open_config(job, stack)
+        target = job.options.output.rstrip("/")
+        folder = stack.enter_context(DirectoryOutput(target, job.options.force, job.identity, job.leftover))
+        writing.shards(folder)
         # The parts of a GGUF name each other; an index and a config.json are safetensors affairs.
         if len(job.shards) > 1 and not job.checkpoint.gguf:
             weight_map = {name: shard.name for shard in job.shards for _, name, _ in shard.tensors}
@@ -372,6 +421,7 @@ def _write_directory(job: Job, writing: _Writing) -> None:
                 _write_bytes(folder, name, content)
             else:
                 folder.copy(content, name)
+        commit(folder, *config)
 
 
 def _write_bytes(folder: DirectoryOutput, name: str, data: bytes) -> None:

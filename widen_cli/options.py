@@ -35,6 +35,7 @@ class Options:
     recorded_map: str | None = None
     recorded_map_alone: bool = False
     force: bool = False
+    resume: bool = False
     dry_run: bool = False
     named: bool = True
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.quota import quota_left
 
 
 def is_stream(target: str) -> bool:
@@ -43,9 +44,9 @@ def check_output(target: str, inputs: Sequence[Path], force: bool, directory: bo
 
 
 def check_space(folder: Path, nbytes: int, largest: int | None = None) -> None:
-    """Returns when `folder` has `nbytes` free and the process may write a file of `largest` (default all) bytes.
+    """Returns when `folder` has `nbytes` free, also for this user, and the process may write a file of `largest` (default all).
 
-    Raises WidenError with the bytes needed and free, or the limit. Nothing is written.
+    Raises WidenError with the bytes needed and free, or left of a quota, or the limit. Nothing is written.
     """
     name = printable(str(folder))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -54,6 +55,11 @@ def check_space(folder: Path, nbytes: int, largest: int | None = None) -> None:
         free = free_bytes(folder)
         if free is not None and free < nbytes:
             faults.add(f"{name}: {nbytes} bytes needed, {free} free; free some space or choose another folder")
+        allowed = quota_left(folder)
+        if allowed is not None and allowed < nbytes:
+            faults.add(
+                f"{name}: {nbytes} bytes needed, your disk quota has {allowed} left; free some space or choose another folder"
+            )
         if limit != resource.RLIM_INFINITY and biggest > limit:
             faults.add(f"{name}: a file of {biggest} bytes needed, the limit is {limit}; raise it with ulimit -f")
 

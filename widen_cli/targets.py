@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.journal import Leftover
 from widen_cli.options import Options
 from widen_cli.output_checks import check_output, check_space, is_stream
 from widen_cli.plan import Plan
@@ -45,20 +48,46 @@ def check_targets(
             )
 
 
-def check_parts(options: Options, checkpoint: Checkpoint, shards: tuple[Shard, ...], directory: bool) -> None:
-    """Numbered parts stand beside each other under names that the user did not give; none of them may hit a file."""
+def check_parts(
+    options: Options, checkpoint: Checkpoint, shards: tuple[Shard, ...], directory: bool, leftover: Leftover | None
+) -> None:
+    """Numbered parts stand beside each other under names that the user did not give; none of them may hit a file.
+
+    But for those that the interrupted run had put in place already.
+    """
     with Faults() as faults:
         for shard in shards if checkpoint.gguf and len(shards) > 1 and not directory else ():
+            target = Path(options.output).with_name(shard.name)
+            if leftover is not None and leftover.has_placed(shard.name, target):
+                continue
             with faults.collecting():
-                target = Path(options.output).with_name(shard.name)
+                if target.is_symlink() and target.exists() and target.stat().st_dev != target.parent.stat().st_dev:
+                    faults.add(
+                        f"{printable(str(target))}: is a link to another disk; remove it or choose another output"
+                    )
                 check_output(str(target), checkpoint.files, options.force, False)
 
 
-def check_room(options: Options, shards: tuple[Shard, ...]) -> None:
-    """Raises WidenError where the output's disk has no room for the files."""
+def check_room(
+    options: Options,
+    shards: tuple[Shard, ...],
+    companions: Mapping[str, Path | bytes],
+    leftover: Leftover | None,
+) -> None:
+    """Raises WidenError where the output's disk, or the user's share of it, has no room for what is still to be written."""
     if not is_stream(options.output):
         folder = Path(os.path.realpath(options.output.rstrip("/"))).parent
-        check_space(folder, sum(shard.nbytes for shard in shards), max(shard.nbytes for shard in shards))
+        beside = sum(len(each) if isinstance(each, bytes) else _size(each) for each in companions.values())
+        there = leftover.nbytes if leftover else 0
+        needed = sum(shard.nbytes for shard in shards) + beside - there
+        check_space(folder, needed, max(shard.nbytes for shard in shards))
+
+
+def _size(path: Path) -> int:
+    # One that has gone is told when it is to be copied.
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 def unsaved(
