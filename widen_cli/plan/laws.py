@@ -114,7 +114,7 @@ class FormulaReader:
 
     def applies(self, name: str, formula: Formula, present: set[str]) -> bool:
         others = {word for word in formula.words if word in self.architecture.spaces} - {name}
-        return name in present and others <= present
+        return others <= present and (name in present or bool(others))
 
     def as_norm(self, node: ast.expr, name: str) -> bool:
         """Notes `norm(space, epsilon)`; a norm's gain sets the scale of what comes out, so no equation ties it to what goes in."""

@@ -114,8 +114,7 @@ class SpaceScales:
 
     def present(self) -> set[str]:
         """Spaces in some stored tensor's shape or read by a tied head, what they come out of, and those that formulas make
-        of them alone, where no tensor of the map tells that they are absent. A law that no tensor of the map can call on
-        holds always."""
+        of them alone. A law that no tensor of the map can call on holds always."""
         present = self.written() | {name for rule in self.rules for name, _ in self.carriers(rule, "in")}
         present |= self.tied_reads
         present |= {name for name in self.uncalled() if present & {*self.words(name)}}
@@ -124,13 +123,11 @@ class SpaceScales:
             found = self.comes_out_of(waiting.pop()) - present
             present |= found
             waiting += found
-        untold = self.untold()
         while True:
             derived = {
                 name
                 for name, space in self.architecture.spaces.items()
                 if space.formula
-                and name in untold
                 and (inner := {word for word in space.formula.words if word in self.architecture.spaces} - {name})
                 and inner <= present
             }
@@ -146,20 +143,6 @@ class SpaceScales:
         nodes = taken(space.formula.tree, self.condition)
         words = {dotted(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
         return {word for word in words if word in self.architecture.spaces} - {name}
-
-    def untold(self) -> set[str]:
-        """Spaces that lead to one which neither a formula nor a tensor of the map reads: tensors do not tell whether they are
-        there. What the map's tensors alone read is absent where none of these is stored."""
-        spaces = self.architecture.spaces
-        called = {name.text for rule in self.architecture.tensors for name, _ in rule.shape.names()}
-        named = {word for name in spaces for word in self.words(name) if word != name}
-        waiting = [name for name in spaces if name not in called | named]
-        untold = {*waiting, self.architecture.output or ""}
-        while waiting:
-            found = {word for word in self.words(waiting.pop()) if word in spaces} - untold
-            untold |= found
-            waiting += found
-        return untold
 
     def uncalled(self) -> set[str]:
         """Spaces made of axes alone, such as a norm of the stream, of which no tensor of the map tells whether they are there:
