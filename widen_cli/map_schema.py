@@ -77,6 +77,7 @@ class MapDocument(_Section):
     spaces: dict[str, str] = {}
     tensors: dict[str, list[TensorSection]]
     tied: list[TieSection] = []
+    untie: list[str] = []
     drop: list[str] = []
     output: str | None = None
     sidecars: dict[str, dict[str, str]] = {}

@@ -82,6 +82,10 @@ class _Compiler:
             tensors = tuple(self.tensor_rules(document))
             self.check_names(document)
             self.check_circles(spaces)
+            tied = tuple(
+                Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
+                for n, tie in enumerate(document.tied)
+            )
             return ArchitectureMap(
                 architecture=document.architecture,
                 file=self.shown,
@@ -106,10 +110,8 @@ class _Compiler:
                 ),
                 spaces=spaces,
                 tensors=tensors,
-                tied=tuple(
-                    Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
-                    for n, tie in enumerate(document.tied)
-                ),
+                tied=tied,
+                untie=tuple(dict.fromkeys([*_says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
                 output=document.output,
                 sidecars=document.sidecars,
@@ -289,6 +291,7 @@ class _Compiler:
             *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
             *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(_named(growth.head_dim))),
             *((("multipliers", n), key, document.config) for n, key in enumerate(document.multipliers)),
+            *((("untie", n), key, document.config) for n, key in enumerate(document.untie)),
             *(
                 (("sidecars", file, key), axis, document.axes)
                 for file, keys in document.sidecars.items()
@@ -327,8 +330,15 @@ _WHAT = {
     "rope.keys": "config key",
     "rope.lists": "config key",
     "multipliers": "config key",
+    "untie": "config key",
     "output": "axis or space",
 }
+
+
+def _says_tied(tied: Iterable[Tie]) -> Iterator[str]:
+    """The keys by which transformers ties weights, where the ties of a map go by them."""
+    for tie in tied:
+        yield from (word for word in tie.when.words if word.rpartition(".")[2] == "tie_word_embeddings")
 
 
 def _named(head_dim: str | list[str] | None) -> list[str]:
