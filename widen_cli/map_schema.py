@@ -68,6 +68,7 @@ class MapDocument(_Section):
     prefixes: dict[str, list[str]] = {}
     synonyms: dict[str, str] = {}
     repeats: dict[str, str | list[str]] = {}
+    parts: dict[str, str | bool] = {}
     config: dict[str, Any] = {}
     places: dict[str, list[str]] = {}
     axes: dict[str, AxisSection]

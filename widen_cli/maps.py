@@ -255,10 +255,19 @@ class _Compiler:
                 shape = self.parsed(parse_shape, section.shape, (*path, "shape"), "1")
                 self.check_shape(shape, (*path, "shape"), document)
                 condition = self.optional(section.condition, (*path, "if"), document)
-                when = self.optional(section.when, (*path, "when"), document)
+                when = self.needed(pattern, section.when, (*path, "when"), document)
                 times = self.multiplier(section.times, (*path, "times"), document)
                 place = self.data.key_place(("tensors", name))
                 yield TensorRule(pattern, shape, condition, when, times, section.offset, need or "each", place)
+
+    def needed(self, pattern: str, when: str | bool | None, path: Keys, document: MapDocument) -> Formula | None:
+        """Where a tensor is required: by its rule, and by the smallest part of the model that it stands in."""
+        own = self.optional(when, path, document)
+        part = max((prefix for prefix in document.parts if pattern.startswith(prefix)), key=len, default=None)
+        if part is None:
+            return own
+        whole = self.condition(str(document.parts[part]), ("parts", part), document)
+        return whole if own is None else parse_formula(f"({whole.text}) and ({own.text})")
 
     def check_shape(self, shape: Shape, path: Keys, document: MapDocument) -> None:
         words = {*document.axes, *document.spaces}
@@ -282,7 +291,12 @@ class _Compiler:
         growth = document.growth
         if not growth.width:
             self.fault(("growth", "width"), "growth needs a width axis, the stream's first")
-        for section, prefixes in (("prefixes", document.prefixes), ("repeats", document.repeats)):
+        sections: dict[str, Iterable[str]] = {
+            "prefixes": document.prefixes,
+            "repeats": document.repeats,
+            "parts": document.parts,
+        }
+        for section, prefixes in sections.items():
             for prefix in prefixes:
                 if not any(name.startswith(prefix) for name in document.tensors):
                     self.key_fault((section, prefix), f"no tensor of this map begins with '{prefix}'")
