@@ -17,6 +17,7 @@ import gguf_families
 import models
 import numpy as np
 import pytest
+import test_adapters
 import torch
 from llama_cpp import LogProbabilities, log_probabilities
 from models import Variant
@@ -222,6 +223,27 @@ def test_without_a_config_the_key_is_told(folders: Path, tmp_path: Path) -> None
     assert (
         f"{tmp_path}/alone.safetensors: no config is written, and whatever loads the result needs "
         "tie_word_embeddings = false too" in job.warnings
+    )
+
+
+@pytest.mark.parametrize("name", ["olmo_tied_clip", "gemma"])
+def test_adapters_of_an_untied_base(tmp_path: Path, name: str) -> None:
+    """LoRA on the head alone, on the embedding alone, and between: each takes the factors of its own weight."""
+    adapter = {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}
+    assert test_adapters.error_of(tmp_path, VARIANTS[name], adapter, {"factor": 2, "untie": True}) <= EXACT
+
+
+def test_a_part_of_another_model_is_not_untied(folders: Path, tmp_path: Path) -> None:
+    source = tmp_path / "narrow"
+    shutil.copytree(narrow(folders, "llama_tied"), source)
+    tensors = load_file(source / "model.safetensors")
+    save_file({f"part.{name}": tensor for name, tensor in tensors.items()}, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({"model_type": "more", "text_config": config}))
+    with pytest.raises(WidenError) as caught:
+        prepare(Options(str(source), str(tmp_path / "wide"), untie=True))
+    assert str(caught.value) == (
+        f"{source}: --untie: the model is a part of another, whose class decides what is tied; leave it out"
     )
 
 

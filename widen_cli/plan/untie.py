@@ -35,6 +35,10 @@ def untied(
     architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, file: str, root: str = ""
 ) -> Untied:
     """The model with its ties undone. Raises WidenError where it has none, or its code ties whatever the config says."""
+    if config.inside:
+        raise WidenError(
+            f"{printable(file)}: --untie: the model is a part of another, whose class decides what is tied; leave it out"
+        )
     match = match_tensors(architecture, tensors, config, root)
     spaces = SpaceScales(architecture, match, dict.fromkeys(architecture.axes, 1), config)
     if not spaces.ties:
