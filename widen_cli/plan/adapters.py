@@ -141,7 +141,8 @@ class _UnfitError(Exception):
 class _AdapterPlanner:
     def __init__(self, adapter: Adapter, base: Base, file: str) -> None:
         if base.request.untie:
-            loose = untied(base.architecture, base.tensors, base.config, base.request.file, base.request.root)
+            match = match_tensors(base.architecture, base.tensors, base.config, base.request.root)
+            loose = untied(base.architecture, match, base.tensors, base.config, base.request.file)
             request = replace(base.request, untie=False)
             base = replace(base, tensors=loose.tensors, config=loose.config, request=request)
         self.adapter = adapter

@@ -53,14 +53,14 @@ def make_plan(
     architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, request: PlanRequest
 ) -> Plan:
     """The plan for a checkpoint. Raises WidenError with every fault of the input and the request."""
-    if request.untie:
-        loose = untied(architecture, tensors, config, request.file, request.root)
-        plan = make_plan(architecture, loose.tensors, loose.config, replace(request, untie=False))
-        return _told(plan, loose, request.file)
     match = match_tensors(architecture, tensors, config, request.root)
     faults = Faults()
     with faults:
         sizes = check_input(architecture, match, tensors, config, printable(request.file), faults)
+    if request.untie:
+        loose = untied(architecture, match, tensors, config, request.file)
+        plan = make_plan(architecture, loose.tensors, loose.config, replace(request, untie=False))
+        return _told(plan, loose, request.file)
     calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
     positions = position_axes(architecture, calls)
     method = rotary_method(architecture, config, request.rope)

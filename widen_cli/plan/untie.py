@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
@@ -32,52 +32,59 @@ class Untied:
 
 
 def untied(
-    architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, file: str, root: str = ""
+    architecture: ArchitectureMap, match: Match, tensors: Sequence[StoredHeader], config: ModelConfig, file: str
 ) -> Untied:
-    """The model with its ties undone. Raises WidenError where it has none, or its code ties whatever the config says."""
-    if config.inside:
-        raise WidenError(
-            f"{printable(file)}: --untie: the model is a part of another, whose class decides what is tied; leave it out"
-        )
-    match = match_tensors(architecture, tensors, config, root)
+    """The matched model with its ties undone; `file` is its name in messages.
+
+    Raises WidenError where it has none, or its code ties whatever the config says.
+    """
     spaces = SpaceScales(architecture, match, dict.fromkeys(architecture.axes, 1), config)
-    if not spaces.ties:
-        raise WidenError(f"{printable(file)}: --untie: no weight of this model is tied to another; leave it out")
-    if blocks := [tie.to for tie in spaces.ties if match.written(tie.to) in match.grids]:
-        raise WidenError(
-            f"{printable(file)}: --untie: '{printable(match.written(blocks[0]))}' is block-scaled FP8; dequantise the model first"
-        )
+    _check_ties(spaces, match, config, file)
     changes = tuple(
         ConfigChange(key, config.get(key), False, EXACT)
         for key in architecture.untie
         if _holds(architecture, config, key)
     )
     loose = config.with_values({change.key: change.new for change in changes})
-    twins: dict[str, dict[str, Twin]] = {}
-    for tie in spaces.ties:
-        name, table = match.written(tie.tensor), match.by_name(tie.to)
-        if table is None or match.by_name(tie.tensor) is not None or any(name in made for made in twins.values()):
-            continue
-        twins.setdefault(table.tensor.name, {})[name] = Twin(name, table.tensor)
+    twins = _twins(spaces.ties, match)
     apart = tuple(each for tensor in tensors for each in (tensor, *twins.get(tensor.name, {}).values()))
-    after = match_tensors(architecture, apart, loose, root)
+    after = match_tensors(architecture, apart, loose, match.root)
     _check_apart(spaces.ties, after, file)
-    factors = {
-        match.written(tie.tensor): _kept(architecture, match, after, config, tie)
-        for tie in spaces.ties
-        if after.by_name(tie.tensor) is not None
-    }
+    factors = {match.written(tie.tensor): _kept(architecture, match, after, config, tie) for tie in spaces.ties}
+    notes = [
+        f"untied: '{printable(name)}' is written as a weight of its own, beside '{printable(table)}' whose values it has"
+        for table, made in twins.items()
+        for name in made
+    ]
     return Untied(
-        tuple(Twin(t.name, t.table, factors[t.name]) if isinstance(t, Twin) else t for t in apart),
+        tuple(replace(each, scale=factors[each.name]) if isinstance(each, Twin) else each for each in apart),
         loose,
         changes,
         spaces.stored_ties(),
-        tuple(
-            f"untied: '{printable(name)}' is written as a weight of its own, beside '{printable(table)}' whose values it has"
-            for table, made in twins.items()
-            for name in made
-        ),
+        tuple(notes),
     )
+
+
+def _twins(ties: Sequence[Tie], match: Match) -> dict[str, dict[str, Twin]]:
+    """The weights that are stored under another name alone: by that, then by their own."""
+    twins: dict[str, dict[str, Twin]] = {}
+    for tie in ties:
+        name, table = match.written(tie.tensor), match.by_name(tie.to)
+        made = any(name in others for others in twins.values())
+        if table is not None and match.by_name(tie.tensor) is None and not made:
+            twins.setdefault(table.tensor.name, {})[name] = Twin(name, table.tensor)
+    return twins
+
+
+def _check_ties(spaces: SpaceScales, match: Match, config: ModelConfig, file: str) -> None:
+    told = f"{printable(file)}: --untie:"
+    if config.inside:
+        raise WidenError(f"{told} the model is a part of another, whose class decides what is tied; leave it out")
+    if not spaces.ties:
+        raise WidenError(f"{told} no weight of this model is tied to another; leave it out")
+    for tie in spaces.ties:
+        if (table := match.written(tie.to)) in match.grids:
+            raise WidenError(f"{told} '{printable(table)}' is block-scaled FP8; dequantise the model first")
 
 
 def _holds(architecture: ArchitectureMap, config: ModelConfig, key: str) -> bool:
