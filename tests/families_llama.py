@@ -222,7 +222,7 @@ FAMILIES: tuple[Family, ...] = (
         ("hidden=2,intermediate=3,heads=2,kv_heads=1", "hidden=3,intermediate=2"),
         refused=dict.fromkeys(("orthogonal", "sum"), "the norm of hidden has its epsilon 1e-05 in the code"),
         heads=larger_heads("olmo", mixed=_MIXED),
-        notes="Tied embeddings are refused in every mode: the last norm has no gain that could take the head's factor.",
+        notes="Tied embeddings are refused in every mode but with --untie: no gain of a last norm could take the head's factor.",
     ),
     Family(
         "olmo2",

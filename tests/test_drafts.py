@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,16 @@ from test_gguf_lossless import Tiny, write_tiny
 from widen_cli.checkpoint import choose_map, open_checkpoint
 from widen_cli.cli import cli
 from widen_cli.drafts import draft
+from widen_cli.drafts.patterns import patterns
 from widen_cli.drafts.whole import whole_draft
+from widen_cli.dtypes import STORED
 from widen_cli.errors import WidenError
+from widen_cli.map_rules import name_pattern
 from widen_cli.maps import load_map
 from widen_cli.plan import Plan, PlanRequest, make_plan
 from widen_cli.plan.text import plan_json
+from widen_cli.safetensors_file import StoredTensor
+from widen_cli.sources import HeldSource
 
 BOUND = 1e-5
 CLEAR = 1e-2  # what a mistake in a map does to these models; far from the bound
@@ -424,6 +430,45 @@ def test_a_whole_draft_completed_is_lossless_with_the_right_packing_alone(
     narrow, wide = (restored(path, INVENTED, "gpt2", "GPT2LMHeadModel") for path in (invented, folder / "wide"))
     error = models.relative_error(narrow, wide)
     assert error < BOUND if right else error > CLEAR
+
+
+@pytest.mark.parametrize("word", ["net.layer_", "net.h", "block-"])
+def test_numbers_may_stand_behind_a_word(word: str, tmp_path: Path) -> None:
+    """`layer_0` and `h0` count layers as `layers.0` does; the map that is drafted so, completed, is lossless."""
+    words = {**INVENTED, "transformer.h.": word}
+    path = saved("gpt2", tmp_path / "model", words, model_type="acme", architectures=["AcmeForCausalLM"])
+    made = run("maps", "--draft", "model", folder=tmp_path)
+    spaced = re.compile(" +")
+    ours, theirs = (sorted(spaced.sub(" ", text).splitlines()) for text in (body(made.stdout), WHOLE))
+    assert ours == sorted(line.replace("net.blocks.", word) for line in theirs)
+    text = completed("(heads query | heads key | heads value)").replace("net.blocks.", word)
+    (tmp_path / "mine.yaml").write_text(text)
+    done = run("--map", "mine.yaml", "model", "wide", "--grow", "hidden=2,intermediate=3,heads=2", folder=tmp_path)
+    assert done.exit_code == 0, done.stderr
+    lacking = renamed(
+        Path(shutil.copytree(path, tmp_path / "lacking")), {f"{word}1.ff.expand.w": f"{word}one.ff.expand.w"}
+    )
+    done = run("--map", "mine.yaml", lacking.name, "other", folder=tmp_path)
+    assert f"lacking: tensor '{word}1.ff.expand.weight' is missing" in done.stderr
+    assert f"lacking: unknown tensor '{word}one.ff.expand.weight' [36, 144]" in done.stderr
+    narrow, wide = (restored(at, words, "gpt2", "GPT2LMHeadModel") for at in (path, tmp_path / "wide"))
+    assert models.relative_error(narrow, wide) < BOUND
+
+
+def test_a_number_behind_a_word_counts_what_has_modules() -> None:
+    """T5's `wi_0` and `wi_1` are two weights of one layer, and `head` is no layer of `h*`."""
+    names = [f"h{layer}.ff.{part}.weight" for layer in (0, 1) for part in ("wi_0", "wi_1", "wo")]
+    headers = [StoredTensor(name, STORED["F32"], (4, 4), 0, 0, HeldSource("", b"")) for name in (*names, "head.weight")]
+    found, counts = patterns(headers)
+    assert counts == {"h*": 2}
+    assert [pattern.name for pattern in found] == [
+        "h*.ff.wi_0.weight",
+        "h*.ff.wi_1.weight",
+        "h*.ff.wo.weight",
+        "head.weight",
+    ]
+    assert name_pattern("h*.weight").fullmatch("h12.weight")
+    assert not name_pattern("h*.weight").fullmatch("head.weight")
 
 
 def test_a_draft_that_is_only_emptied_of_its_list_does_not_grow_packed_heads(invented: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import families_encoders
 import families_llama
 import families_older
+import families_wrappers
 import models
 import pytest
 import torch
@@ -24,7 +25,12 @@ from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import map_for_model_type
 from widen_cli.options import Options
 
-FAMILIES: tuple[Family, ...] = (*families_encoders.FAMILIES, *families_llama.FAMILIES, *families_older.FAMILIES)
+FAMILIES: tuple[Family, ...] = (
+    *families_encoders.FAMILIES,
+    *families_llama.FAMILIES,
+    *families_older.FAMILIES,
+    *families_wrappers.FAMILIES,
+)
 EXACT = 1e-11  # relative to the largest output
 
 

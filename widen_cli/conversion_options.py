@@ -114,6 +114,11 @@ CONVERSION = (
         help="How heads grow under rotary positions: a raised base, pairs moved apart with zeros between, or copies of pairs "
         "with numbers that divide their frequencies.  [default: the first that is exact]",
     ),
+    click.option(
+        "--untie",
+        is_flag=True,
+        help="Write a head that is tied to the embedding as a tensor of its own, and say so in the config.",
+    ),
 )
 
 

@@ -30,7 +30,7 @@ from widen_cli.outputs import FileOutput, StreamOutput, commit
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan
 from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.match import StoredHeader
-from widen_cli.plan.result import EXACT, ConfigChange, Ones
+from widen_cli.plan.result import EXACT, ConfigChange, Ones, Twin
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.records import Record
 from widen_cli.resuming import identity_of, resumed, to_resume
@@ -192,7 +192,8 @@ def _request(options: Options) -> PlanRequest:
     types = WrittenTypes(*(STORED[name] if name else None for name in asked))
     name = "standard input" if options.input == "-" else options.input
     settings = parse_settings(options.settings)
-    return PlanRequest(name, factor, grow, options.scaling, types, settings, options.layout, options.rope)
+    asked_of = (options.scaling, types, settings, options.layout, options.rope)
+    return PlanRequest(name, factor, grow, *asked_of, untie=options.untie)
 
 
 def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:
@@ -303,6 +304,7 @@ class _Writing:
             tensor.name: replace(tensor, source=self.hashing.get(tensor.name, tensor.source))
             for tensor in job.checkpoint.tensors
         }
+        self.twinned = {plan.stored_name for plan in job.plan.tensors if isinstance(plan.source, Twin)}
         self.stored |= {plan.source.name: _ones(plan.source) for plan in job.plan.tensors if plan.made}
 
     def shard(self, shard: Shard, output: FileOutput | StreamOutput, forward_only: bool) -> None:
@@ -348,10 +350,11 @@ class _Writing:
 
     def source(self, tensor: TensorPlan) -> StoredTensor:
         """The stored tensor; held in memory where a pipe, which passes once, is to be written under several names."""
-        stored = self.stored[tensor.source.name]
-        if stored.source.sequential and len(tensor.names) > 1:
+        name = tensor.stored_name
+        stored = self.stored[name]
+        if stored.source.sequential and (len(tensor.names) > 1 or name in self.twinned):
             held = HeldSource(stored.source.name, stored.source.read(stored.offset, stored.nbytes))
-            stored = self.stored[tensor.source.name] = replace(stored, source=held, offset=0)
+            stored = self.stored[name] = replace(stored, source=held, offset=0)
         return stored
 
     def finish(self) -> None:

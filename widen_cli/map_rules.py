@@ -109,6 +109,7 @@ class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
     `by_names`: of families whose tensors have the same names, the one that a model without a config is taken for.
+    `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
     a weight makes, by the weight's name. `todo` is what is not decided yet, with its places: such a map widens nothing.
@@ -131,6 +132,7 @@ class ArchitectureMap:
     spaces: dict[str, Space]
     tensors: tuple[TensorRule, ...]
     tied: tuple[Tie, ...]
+    untie: tuple[str, ...]
     drop: tuple[str, ...]
     output: str | None
     sidecars: dict[str, dict[str, str]]
@@ -171,17 +173,21 @@ def last_of(repeated: str, number: str = LAST) -> str:
 
 @lru_cache(maxsize=4096)
 def name_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a name pattern: `*` is one part between dots, `{axis}` a number in the name."""
+    """The regular expression of a name pattern.
+
+    `*` is one part between dots, or in a part with a word, as in `layer_*`, its number; `{axis}` is a number in the name.
+    """
     parts = re.split(r"(\*|\{\w+\})", pattern)
     expression, seen = "", set()
-    for part in parts:
+    for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
+        alone = before[-1:] in ("", ".") and after[:1] in ("", ".")
         # An axis counted twice is a fault that the map's check reports; the pattern must not fail before it.
-        expression += re.escape(part) if part in seen and part.startswith("{") else _part_expression(part)
+        expression += re.escape(part) if part in seen and part.startswith("{") else _part_expression(part, alone)
         seen.add(part)
     return re.compile(expression)
 
 
-def _part_expression(part: str) -> str:
+def _part_expression(part: str, alone: bool) -> str:
     if part == "*":
-        return r"([^.]+)"
+        return r"([^.]+)" if alone else r"([0-9]+)"
     return rf"(?P<{part[1:-1]}>[0-9]+)" if part.startswith("{") else re.escape(part)

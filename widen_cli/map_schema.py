@@ -69,6 +69,7 @@ class MapDocument(_Section):
     prefixes: dict[str, list[str]] = {}
     synonyms: dict[str, str] = {}
     repeats: dict[str, str | list[str]] = {}
+    parts: dict[str, str | bool] = {}
     config: dict[str, Any] = {}
     places: dict[str, list[str]] = {}
     axes: dict[str, AxisSection]
@@ -78,6 +79,7 @@ class MapDocument(_Section):
     spaces: dict[str, str] = {}
     tensors: dict[str, list[TensorSection]]
     tied: list[TieSection] = []
+    untie: list[str] = []
     drop: list[str] = []
     output: str | None = None
     sidecars: dict[str, dict[str, str]] = {}

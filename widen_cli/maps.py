@@ -82,6 +82,10 @@ class _Compiler:
             tensors = tuple(self.tensor_rules(document))
             self.check_names(document)
             self.check_circles(spaces)
+            tied = tuple(
+                Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
+                for n, tie in enumerate(document.tied)
+            )
             return ArchitectureMap(
                 architecture=document.architecture,
                 file=self.shown,
@@ -106,10 +110,8 @@ class _Compiler:
                 ),
                 spaces=spaces,
                 tensors=tensors,
-                tied=tuple(
-                    Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
-                    for n, tie in enumerate(document.tied)
-                ),
+                tied=tied,
+                untie=tuple(dict.fromkeys([*_says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
                 output=document.output,
                 sidecars=document.sidecars,
@@ -253,7 +255,7 @@ class _Compiler:
                 shape = self.parsed(parse_shape, section.shape, (*path, "shape"), "1")
                 self.check_shape(shape, (*path, "shape"), document)
                 condition = self.optional(section.condition, (*path, "if"), document)
-                when = self.optional(section.when, (*path, "when"), document)
+                when = self.needed(pattern, section.when, (*path, "when"), document)
                 times = self.multiplier(section.times, (*path, "times"), document)
                 place = self.data.key_place(("tensors", name))
                 packed = self.packed(section, path, document)
@@ -268,6 +270,15 @@ class _Compiler:
         shape = self.parsed(parse_shape, section.packed, path, "1")
         self.check_shape(shape, path, document)
         return shape
+
+    def needed(self, pattern: str, when: str | bool | None, path: Keys, document: MapDocument) -> Formula | None:
+        """Where a tensor is required: by its rule, and by the smallest part of the model that it stands in."""
+        own = self.optional(when, path, document)
+        part = max((prefix for prefix in document.parts if pattern.startswith(prefix)), key=len, default=None)
+        if part is None:
+            return own
+        whole = self.condition(str(document.parts[part]), ("parts", part), document)
+        return whole if own is None else parse_formula(f"({whole.text}) and ({own.text})")
 
     def check_shape(self, shape: Shape, path: Keys, document: MapDocument) -> None:
         words = {*document.axes, *document.spaces}
@@ -291,7 +302,12 @@ class _Compiler:
         growth = document.growth
         if not growth.width:
             self.fault(("growth", "width"), "growth needs a width axis, the stream's first")
-        for section, prefixes in (("prefixes", document.prefixes), ("repeats", document.repeats)):
+        sections: dict[str, Iterable[str]] = {
+            "prefixes": document.prefixes,
+            "repeats": document.repeats,
+            "parts": document.parts,
+        }
+        for section, prefixes in sections.items():
             for prefix in prefixes:
                 if not any(name.startswith(prefix) for name in document.tensors):
                     self.key_fault((section, prefix), f"no tensor of this map begins with '{prefix}'")
@@ -300,6 +316,7 @@ class _Compiler:
             *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
             *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(_named(growth.head_dim))),
             *((("multipliers", n), key, document.config) for n, key in enumerate(document.multipliers)),
+            *((("untie", n), key, document.config) for n, key in enumerate(document.untie)),
             *(
                 (("sidecars", file, key), axis, document.axes)
                 for file, keys in document.sidecars.items()
@@ -338,8 +355,15 @@ _WHAT = {
     "rope.keys": "config key",
     "rope.lists": "config key",
     "multipliers": "config key",
+    "untie": "config key",
     "output": "axis or space",
 }
+
+
+def _says_tied(tied: Iterable[Tie]) -> Iterator[str]:
+    """The keys by which transformers ties weights, where the ties of a map go by them."""
+    for tie in tied:
+        yield from (word for word in tie.when.words if word.rpartition(".")[2] == "tie_word_embeddings")
 
 
 def _named(head_dim: str | list[str] | None) -> list[str]:

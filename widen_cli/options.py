@@ -32,6 +32,7 @@ class Options:
     max_shard_size: str | None = None
     layout: str = "auto"
     rope: str | None = None
+    untie: bool = False
     recorded_map: str | None = None
     recorded_map_alone: bool = False
     force: bool = False

@@ -35,6 +35,7 @@ class Said(BaseModel):
     strip_prefix: str | None = None
     layout: str = "auto"
     rope: str | None = None
+    untie: bool = False
 
 
 class Record(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from widen_cli.maps import catalog_map
 from widen_cli.plan.match import StoredHeader
 
 Numbered = dict[str, int]
+_NUMBERED = re.compile(r"(?P<word>(?:.*[^0-9])?)(?P<number>0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -57,30 +59,40 @@ def patterns(tensors: Sequence[StoredHeader]) -> tuple[list[Pattern], Numbered]:
 
 
 def _repeated(names: Sequence[str], shapes: dict[str, tuple[int, ...]]) -> Numbered:
-    """The parts that are counted, from the outside in: those that have 0, 1, ... with mostly the same tensors in each."""
+    """The parts that are counted, from the outside in: those that have 0, 1, ... with mostly the same tensors in each.
+
+    The number may stand behind a word (`layer_0`, `h0`), where it counts what has several modules in it: `fc0` has one weight.
+    """
     counts: Numbered = {}
     literal: set[str] = set()
     while True:
         children: dict[str, dict[int, set[tuple[str, tuple[int, ...]]]]] = defaultdict(lambda: defaultdict(set))
         for name in names:
             parts = _starred(name, counts).split(".")
-            heads = ((place, ".".join(parts[:place])) for place, part in enumerate(parts) if part.isdigit())
-            at, head = next(((place, head) for place, head in heads if head not in literal), (None, ""))
-            if at is not None:
-                children[head][int(parts[at])].add((".".join(parts[at + 1 :]), shapes[name]))
+            numbered = (
+                (place, _with_star(parts, place), _NUMBERED.fullmatch(part)) for place, part in enumerate(parts)
+            )
+            found = next(((at, head, hit) for at, head, hit in numbered if hit and head not in literal), None)
+            if found is not None:
+                at, head, hit = found
+                children[head][int(hit["number"])].add((".".join(parts[at + 1 :]), shapes[name]))
         if not children:
             return counts
-        found = {head: len(inner) for head, inner in children.items() if _alike(head, inner)}
-        counts |= {f"{head}.*" if head else "*": count for head, count in found.items()}
-        literal |= children.keys() - found.keys()
+        counted = {head: len(inner) for head, inner in children.items() if _alike(head, inner)}
+        counts |= counted
+        literal |= children.keys() - counted.keys()
 
 
 def _alike(head: str, inner: dict[int, set[tuple[str, tuple[int, ...]]]]) -> bool:
     """Whether numbers count things of one kind: 0, 1, ... in a row, whose tensors are mostly the same."""
     if sorted(inner) != list(range(len(inner))):
         return False
+    word = head.removesuffix("*").removesuffix(".").rpartition(".")[2]
+    glued = not head.endswith(".*") and head != "*"
+    if glued and any(len({rest.rpartition(".")[0] for rest, _ in one}) < 2 for one in inner.values()):
+        return False
     if len(inner) == 1:
-        return head.rpartition(".")[2] in _listed_parts()
+        return word.rstrip("_-") in _listed_parts()
     every = set().union(*inner.values())
     shared = sum(sum(entry in one for one in inner.values()) > 1 for entry in every)
     return 2 * shared > len(every)
@@ -96,8 +108,15 @@ def _listed_parts() -> set[str]:
 
 def _starred(name: str, counts: Iterable[str]) -> str:
     """A name with `*` for the numbers that are counted."""
-    parts: list[str] = []
-    for part in name.split("."):
-        counted = part.isdigit() and ".".join([*parts, "*"]) in counts
-        parts.append("*" if counted else part)
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        starred = _with_star(parts, place)
+        if _NUMBERED.fullmatch(part) and starred in counts:
+            parts[place] = starred.rpartition(".")[2]
     return ".".join(parts)
+
+
+def _with_star(parts: Sequence[str], place: int) -> str:
+    """A name up to a part, with `*` for the number in that."""
+    hit = _NUMBERED.fullmatch(parts[place])
+    return ".".join([*parts[:place], f"{hit['word']}*" if hit else parts[place]])

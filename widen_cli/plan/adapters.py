@@ -21,6 +21,7 @@ from widen_cli.map_rules import ArchitectureMap, TensorRule
 from widen_cli.plan.match import GRID, StoredHeader, applying_rule, match_tensors
 from widen_cli.plan.planner import PlanRequest, make_plan
 from widen_cli.plan.result import Plan, TensorPlan
+from widen_cli.plan.untie import untied
 from widen_cli.scales import Scale
 
 PREFIX = "base_model.model."
@@ -139,6 +140,11 @@ class _UnfitError(Exception):
 
 class _AdapterPlanner:
     def __init__(self, adapter: Adapter, base: Base, file: str) -> None:
+        if base.request.untie:
+            match = match_tensors(base.architecture, base.tensors, base.config, base.request.root)
+            loose = untied(base.architecture, match, base.tensors, base.config, base.request.file)
+            request = replace(base.request, untie=False)
+            base = replace(base, tensors=loose.tensors, config=loose.config, request=request)
         self.adapter = adapter
         self.base = base
         self.file = file

@@ -45,8 +45,8 @@ class Matched:
         """The number of the layer it stands in, None for a tensor outside of the layers."""
         for pattern in architecture.repeats:
             if self.rule.pattern.replace(f".{LAST}.", ".*.").startswith(pattern + "."):
-                before = pattern.removesuffix("*").removesuffix(".").count(".") + 1
-                number = self.tensor.name.split(".")[before]
+                path, _, word = pattern.removesuffix("*").rpartition(".")
+                number = self.tensor.name.split(".")[path.count(".") + 1 if path else 0].removeprefix(word)
                 return int(number) if _NUMBER.fullmatch(number) else None
         return None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from widen_cli.config import ModelConfig
@@ -25,6 +26,7 @@ from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_metho
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
+from widen_cli.plan.untie import Untied, untied
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.scales import ContradictionError
 
@@ -45,6 +47,7 @@ class PlanRequest:
     layout: str = "auto"
     rope: str | None = None
     root: str = ""
+    untie: bool = False
 
 
 def make_plan(
@@ -55,6 +58,10 @@ def make_plan(
     faults = Faults()
     with faults:
         sizes = check_input(architecture, match, tensors, config, printable(request.file), faults)
+    if request.untie:
+        loose = untied(architecture, match, tensors, config, request.file)
+        plan = make_plan(architecture, loose.tensors, loose.config, replace(request, untie=False))
+        return _told(plan, loose, request.file)
     calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
     positions = position_axes(architecture, calls)
     method = rotary_method(architecture, config, request.rope)
@@ -66,7 +73,38 @@ def make_plan(
     check_requirements(architecture, sizes, growth.factors, printable(request.file))
     axes = frozenset(axis for kind, axis in calls if kind == "rope")
     rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
-    return _Planner(architecture, match, sizes, growth, config, request, rotary).plan(tensors)
+    planner = _Planner(architecture, match, sizes, growth, config, request, rotary)
+    plan = planner.plan(tensors)
+    if plan.exact or plan.mode == "orthogonal" or not planner.spaces.ties:
+        return plan
+    return _with_offer(plan, lambda: make_plan(architecture, tensors, config, replace(request, untie=True)))
+
+
+def _with_offer(plan: Plan, untied_plan: Callable[[], Plan]) -> Plan:
+    """The plan with a note where it rounds values and that of the untied model would not."""
+    try:
+        exact = untied_plan().exact
+    except WidenError:
+        return plan
+    note = (
+        "a tied weight takes a factor that rounds; with --untie, which writes it twice, nothing is rounded for certain"
+    )
+    return replace(plan, notes=(*plan.notes, note)) if exact else plan
+
+
+def _told(plan: Plan, loose: Untied, file: str) -> Plan:
+    """The plan of an untied model, with what had to be said and changed for that."""
+    warnings = plan.warnings
+    if loose.changes and not loose.config.present:
+        listed = ", ".join(f"{change.key} = {json.dumps(change.new)}" for change in loose.changes)
+        warnings += (f"{printable(file)}: no config is written, and whatever loads the result needs {listed} too",)
+    return replace(
+        plan,
+        warnings=warnings,
+        config=(*loose.changes, *plan.config),
+        notes=(*loose.notes, *plan.notes),
+        equal_pairs=(*loose.equal_pairs, *plan.equal_pairs),
+    )
 
 
 def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
@@ -162,8 +200,8 @@ class _Planner:
                 return self.request.scaling, "as asked", self.spaces.solve(MODES[self.request.scaling])
             except ContradictionError as error:
                 raise WidenError(
-                    f"--scaling {self.request.scaling}: not function-exact for this checkpoint, because {_listed(error.equations)}; "
-                    f"--scaling auto takes a mode that is"
+                    f"--scaling {self.request.scaling}: not function-exact for this checkpoint, because {_listed(error.equations)}"
+                    f"{self.otherwise(self.request.scaling)}"
                 ) from None
         why = ""
         if all(self.request.types.cast(item.tensor.dtype).bits >= 32 for item in self.match.matched):
@@ -175,6 +213,19 @@ class _Planner:
             except ContradictionError as error:
                 why = f"orthogonal is not function-exact here, because {_listed(error.equations)}; "
         return self.fewest_rounded(why)
+
+    def otherwise(self, mode: str) -> str:
+        """What to do where a mode that was asked for does not keep the function."""
+        if any(self.spaces.solves(other) for other in MODES.values()):
+            return "; --scaling auto takes a mode that is"
+        return self.untying(mode) or self.untying("copy") or "; no other mode is either"
+
+    def untying(self, mode: str) -> str:
+        """That --untie would help a mode, where it would."""
+        names = " and ".join(f"'{printable(name)}'" for name in self.spaces.freed(MODES[mode]))
+        return (
+            f"; with --untie, which writes {names} as a weight of its own, {mode} keeps the function" if names else ""
+        )
 
     def fewest_rounded(self, why: str) -> tuple[str, str, dict[str, Any]]:
         """The function-exact mode under which the fewest stored values are rounded, by header facts alone.
@@ -202,7 +253,7 @@ class _Planner:
             raise WidenError(*dict.fromkeys(refusals))
         if not rounded:
             raise WidenError(
-                f"{self.file}: no scaling keeps the function of this checkpoint, because {_listed(reasons)}"
+                f"{self.file}: no scaling keeps the function of this checkpoint, because {_listed(reasons)}{self.untying('copy')}"
             )
         best = min(rounded, key=lambda name: rounded[name])
         counts = ", ".join(f"{name} {number}" for name, number in rounded.items())
@@ -336,7 +387,11 @@ class _Planner:
                 f"{self.file}: buffers that are computed anew when the model loads, left out: {_names(self.match.dropped)}"
             )
         for tie in self.spaces.ties:
-            if not self.config.present and self.match.by_name(tie.tensor) is None:
+            if (
+                not self.config.present
+                and self.match.by_name(tie.tensor) is None
+                and self.spaces.tie_law(tie).power.spaces
+            ):
                 self.warnings.append(
                     f"{self.file}: no config says so, but '{tie.tensor}' is not stored and is taken as tied to '{tie.to}'"
                 )

@@ -26,6 +26,23 @@ class Ones:
 
 
 @dataclass(frozen=True)
+class Twin:
+    """A tied weight under its other name: the values of `table`, times `scale`."""
+
+    name: str
+    table: StoredHeader
+    scale: Scale = ONE
+
+    @property
+    def dtype(self) -> DType:
+        return self.table.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.table.shape
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """One stored tensor and what is written for it.
 
@@ -42,6 +59,11 @@ class TensorPlan:
     scale: Scale = field(default_factory=Scale)
     offset: int = 0
     copy_factors: tuple[float, ...] = ()
+
+    @property
+    def stored_name(self) -> str:
+        """The stored tensor whose values are written."""
+        return self.source.table.name if isinstance(self.source, Twin) else self.source.name
 
     @property
     def made(self) -> bool:

@@ -16,7 +16,7 @@ from widen_cli.plan.laws import FormulaReader, Law, Power, epsilon_laws, taken, 
 from widen_cli.plan.match import Match, applying_rule, config_lookup
 from widen_cli.plan.modes import Mode, Roles, solve
 from widen_cli.plan.rotary import Rotary
-from widen_cli.scales import ONE, Scale
+from widen_cli.scales import ONE, ContradictionError, Scale
 from widen_cli.shapes import Parts, Product, Term
 
 
@@ -217,8 +217,11 @@ class SpaceScales:
         return frozenset(chosen)
 
     def applies(self, tie: Tie) -> bool:
-        """A tie binds where the weight is stored and what its head reads is there."""
-        return self.match.by_name(tie.to) is not None and all(self.is_there(name) for name in self.read_by(tie))
+        """A tie binds where the weight is stored and what its head reads is there; rows of a vocabulary always are."""
+        return self.match.by_name(tie.to) is not None and all(
+            self.is_there(name) or (name in self.architecture.axes and self.architecture.axes[name].fixed)
+            for name in self.read_by(tie)
+        )
 
     def read_by(self, tie: Tie) -> set[str]:
         return {name for name, _ in self.carriers(self.rule(tie.tensor), "in")}
@@ -267,6 +270,23 @@ class SpaceScales:
     def solve(self, mode: Mode) -> dict[str, Scale]:
         """The scale of every space. Raises ContradictionError naming the laws that rule the mode out."""
         return solve(mode, self.laws, self.reading, self.roles)
+
+    def solves(self, mode: Mode) -> bool:
+        """Whether a mode keeps the function."""
+        try:
+            self.solve(mode)
+        except ContradictionError:
+            return False
+        return True
+
+    def freed(self, mode: Mode) -> list[str]:
+        """The names of tied weights without whose ties a mode would keep the function; none where they do not matter."""
+        ties = [self.tie_law(tie).text for tie in self.ties]
+        try:
+            solve(mode, [law for law in self.laws if law.text not in ties], self.reading, self.roles)
+        except ContradictionError:
+            return []
+        return list(dict.fromkeys(self.match.written(tie.tensor) for tie in self.ties))
 
     def silent(self, mode: Mode) -> frozenset[str]:
         """The spaces of which only the first copies are read."""

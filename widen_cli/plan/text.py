@@ -101,7 +101,7 @@ def _bit_exact(plan: Plan) -> str:
 
 def _tensor_json(tensor: TensorPlan) -> dict[str, Any]:
     return {
-        "source": tensor.source.name,
+        "source": tensor.stored_name,
         "names": list(tensor.names),
         "pattern": tensor.pattern,
         "shape": list(tensor.stored[1]),

@@ -12,7 +12,7 @@ from widen_cli.dtypes import DType
 from widen_cli.errors import printable
 from widen_cli.plan.laws import width_power
 from widen_cli.plan.match import Match, Matched
-from widen_cli.plan.result import TensorPlan
+from widen_cli.plan.result import TensorPlan, Twin
 from widen_cli.plan.rotary import Rotary
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import carrier, paths
@@ -68,7 +68,7 @@ class TreeBuilder:
             self.dimension(dimension, size) for dimension, size in zip(rule.shape.dimensions, tensor.shape, strict=True)
         )
         multiplier = ONE if rule.times is None else width_power(rule.times.tree, self.factor)
-        scale = multiplier**-1
+        scale = multiplier**-1 * (tensor.scale if isinstance(tensor, Twin) else ONE)
         weight = any(dimension.role != "carried" for dimension in rule.shape.dimensions)
         if tensor.dtype.kind == "opaque" or (weight and tensor.dtype.kind == "integer"):
             raise UnfitTypeError(
