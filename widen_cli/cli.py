@@ -27,7 +27,9 @@ from widen_cli.map_file import map_names, map_text
 from widen_cli.options import Options
 from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
-from widen_cli.verification import Verification, verify
+from widen_cli.run_options import run_lines, run_options
+from widen_cli.running import Asked, Known, RunResult, run_both
+from widen_cli.verification import NotRecordedError, Verification, verify
 
 EXIT_CODES = """\b
 Exit codes:
@@ -176,7 +178,7 @@ def convert(dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any)
         click.echo(json.dumps(done | ({"verification": found.as_json()} if found else {}), indent=2))
     _summary(report, quiet)
     if found is not None:
-        _tell(found, options.input, options.output, quiet)
+        _tell(found, None, options, quiet)
 
 
 def _options(given: dict[str, Any], **more: Any) -> Options:
@@ -261,23 +263,42 @@ def _shown_output(report: Report) -> str:
 @click.argument("narrow", metavar="NARROW")
 @click.argument("wide", metavar="WIDE")
 @conversion_options
+@run_options
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads that read, widen and compare.  [default: the cores, up to 4]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("-q", "--quiet", count=True, help="Nothing but differences.")
 @reporting
-def verify_command(narrow: str, wide: str, as_json: bool, quiet: int, **given: Any) -> None:
+def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, quiet: int, **given: Any) -> None:
     """Derive every tensor of WIDE again from NARROW and compare all bytes, and the config's values.
 
-    WIDE records how it was made; options are needed only where it does not, and count before the record. Exit code 3
-    when something differs.
+    WIDE records how it was made; options are needed only where it does not, and count before the record. With --run both
+    are run as well, or are only run where nothing says how WIDE was made. Exit code 3 when something differs.
     """
     options = _options({"input": narrow, "output": wide, **given})
-    found = _verified(options, quiet)
+    found = None
+    try:
+        found = _verified(options, quiet)
+    except NotRecordedError as error:
+        if asked is None:
+            raise
+        click.echo(f"warning: {error}; its bytes are not compared", err=True)
+    known = Known(found.rounded, found.scale) if found else None
+    ran = run_both(options, asked, known) if asked else None
     if as_json:
-        click.echo(json.dumps(found.as_json(), indent=2))
-    _tell(found, narrow, wide, quiet, told=as_json)
+        click.echo(json.dumps(_as_json(found, ran), indent=2))
+    _tell(found, ran, options, quiet, told=as_json)
+
+
+def _as_json(found: Verification | None, ran: RunResult | None) -> dict[str, Any]:
+    """Everything that was compared; `same` speaks of all of it."""
+    parts = (found.as_json() if found else {}), ({"run": ran.as_json()} if ran else {})
+    return {**parts[0], **parts[1], "same": _all_same(found, ran)}
+
+
+def _all_same(found: Verification | None, ran: RunResult | None) -> bool:
+    return not (found and found.differences) and (ran is None or ran.same)
 
 
 def _verified(options: Options, quiet: int) -> Verification:
@@ -285,20 +306,23 @@ def _verified(options: Options, quiet: int) -> Verification:
         return verify(options, advance)
 
 
-def _tell(found: Verification, narrow: str, wide: str, quiet: int, told: bool = False) -> None:
-    """The verdict: a line on stderr where all is well, and where not the differences and exit code 3."""
-    if not found.differences:
-        if quiet == 0:
-            click.echo(
-                f"{printable(wide)}: verified: {found.compared} are what widening {printable(narrow)} gives", err=True
-            )
-        return
-    lines = [f"{printable(wide)}: {difference}" for difference in found.differences]
+def _tell(found: Verification | None, ran: RunResult | None, options: Options, quiet: int, told: bool = False) -> None:
+    """The verdict on stderr: that all is well, or the differences and exit code 3; `told`: these stand on stdout."""
+    narrow, wide = options.input, options.output
+    if found is not None and not found.differences and quiet == 0:
+        click.echo(
+            f"{printable(wide)}: verified: {found.compared} are what widening {printable(narrow)} gives", err=True
+        )
+    lines = [f"{printable(wide)}: {difference}" for difference in found.differences] if found is not None else []
     for line in lines[:FAULT_LINES] if not told else ():
         click.echo(line, err=True)
     if len(lines) > FAULT_LINES and not told:
         click.echo(f"... and {len(lines) - FAULT_LINES} more differences", err=True)
-    sys.exit(3)
+    if ran is not None and not (told and not ran.same):
+        for line in run_lines(ran, wide, narrow, differing=quiet > 0):
+            click.echo(line, err=True)
+    if not _all_same(found, ran):
+        sys.exit(3)
 
 
 @cli.command()
