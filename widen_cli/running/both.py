@@ -26,8 +26,13 @@ def run_both(options: Options, asked: Asked, known: Known | None) -> RunResult:
         raise WidenError(
             f"{printable(options.output)}: an adapter runs on its base; name the wide one with --wide-base"
         )
+    gguf = _is_gguf(options.input)
+    if gguf != _is_gguf(options.output):
+        raise WidenError(
+            f"{printable(options.output)}: --run compares two models of a kind, and one of these is a GGUF and the other is not"
+        )
     with tempfile.TemporaryDirectory(prefix="widen-run-") as folder:
-        run = run_in_llama_cpp if _is_gguf(options.input) else run_in_transformers
+        run = run_in_llama_cpp if gguf else run_in_transformers
         return run(options, asked, known or _unknown(options), Path(folder))
 
 
@@ -43,4 +48,6 @@ def _unknown(options: Options) -> Known:
     wide = options.output
     opened = open_adapter(wide, options.base) if options.base else open_checkpoint(wide, options.config_out, {})
     opened.close()
-    return Known(tuple({tensor.dtype.name for tensor in opened.tensors}), None)
+    return Known(
+        tuple({tensor.dtype.name for tensor in opened.tensors if tensor.dtype.kind in ("float", "blocks")}), None
+    )

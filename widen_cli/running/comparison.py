@@ -108,5 +108,6 @@ def _divergence(narrow: Array, wide: Array) -> tuple[tuple[float, float], float]
 
 
 def _log_softmax(logits: Array) -> Array:
-    below = logits - logits.max(axis=-1, keepdims=True)
-    return np.asarray(below - np.log(np.exp(below).sum(axis=-1, keepdims=True)))
+    with np.errstate(invalid="ignore"):
+        below = logits - logits.max(axis=-1, keepdims=True)
+        return np.asarray(below - np.log(np.exp(below).sum(axis=-1, keepdims=True)))

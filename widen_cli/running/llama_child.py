@@ -24,6 +24,8 @@ EVERY_TOKEN = 1 << 24  # more than any vocabulary has
 POSITIONS = 8  # in a text
 TEXT_LENGTH = 256  # tokens that a text is cut to
 SURE = 1e6  # outweighs every logit
+# llama.cpp takes the logarithm of a float32, which at about e**-87 begins to be none, and writes its lowest number for 0.
+FLOOR = -80.0
 
 
 def started(request: dict[str, Any]) -> Any:
@@ -52,18 +54,18 @@ def posted(server: Any, path: str, request: dict[str, Any]) -> Any:
 
 def prompts_of(server: Any, text: str, longest: int) -> list[list[int]]:
     """The tokens of a text's beginnings, evenly spaced."""
-    tokens = posted(server, "/tokenize", {"content": text, "add_special": True})["tokens"]
-    tokens = tokens[: min(TEXT_LENGTH, longest)]
+    reply = posted(server, "/tokenize", {"content": text, "add_special": True})
+    tokens = reply.get("tokens", [])[: min(TEXT_LENGTH, longest)]
     if not tokens:
-        raise SystemExit("error: the text has no tokens")
+        raise SystemExit(f"error: the text has no tokens: {json.dumps(reply)[:300]}")
     ends = sorted({-(-len(tokens) * part // POSITIONS) for part in range(1, POSITIONS + 1)})
     return [tokens[:end] for end in ends]
 
 
 def next_tokens(server: Any, prompts: list[list[int]]) -> npt.NDArray[np.float64]:
-    """The log-probabilities of the next token after each prompt, [prompts, vocabulary]."""
+    """The log-probabilities of the next token after each prompt, [prompts, vocabulary]; none is below FLOOR."""
     # A reply that ends within a letter comes without probabilities, so the token that follows is given; they are those before.
-    letter = posted(server, "/tokenize", {"content": "a", "add_special": False})["tokens"][-1:]
+    letter = posted(server, "/tokenize", {"content": "a", "add_special": False}).get("tokens", [])[-1:]
     given = {"logit_bias": [[token, SURE] for token in letter], "temperature": 0, "samplers": ["temperature"]}
     rows = []
     for prompt in prompts:
@@ -76,7 +78,7 @@ def next_tokens(server: Any, prompts: list[list[int]]) -> npt.NDArray[np.float64
         for token in tokens:
             # JSON has no NaN: llama.cpp writes null.
             row[token["id"]] = np.nan if token["logprob"] is None else token["logprob"]
-        rows.append(row)
+        rows.append(np.maximum(row, FLOOR))
     return np.stack(rows)
 
 

@@ -62,5 +62,5 @@ class RunResult:
 
 
 def roundoff_of(kinds: tuple[str, ...]) -> float:
-    """The largest rounding of these types; 0.0 of none."""
-    return max((ROUNDOFF.get(kind, 0.0) for kind in kinds), default=0.0)
+    """The largest rounding of these types; 0.0 of none. Of quantised blocks the scales are rounded, which are halves."""
+    return max((ROUNDOFF.get(kind, ROUNDOFF["F16"]) for kind in kinds), default=0.0)

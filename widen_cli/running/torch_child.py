@@ -121,13 +121,15 @@ def _adapted(model: Any, where: dict[str, Any]) -> Any:
     try:
         import peft
 
-        return peft.PeftModel.from_pretrained(model, where["adapter"], autocast_adapter_dtype=False)
+        adapted = peft.PeftModel.from_pretrained(model, where["adapter"], autocast_adapter_dtype=False)
     except ImportError:
         raise RefusedError(
             f"{where['name']}: an adapter is run by peft, which is not installed: pip install peft"
         ) from None
     except Exception as error:
         raise RefusedError(f"{where['name']}: peft does not load it: {_said(error)}") from error
+    # The base itself computes with the adapter from now on, and says what it takes.
+    return adapted.get_base_model()
 
 
 def _run(model: Any, inputs: Inputs, where: dict[str, Any]) -> Outputs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from widen_cli.running.result import ROUNDOFF, Asked, Known, Outcome, RunResult,
 from widen_cli.sources import FileSource
 
 LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48)  # of the seeded prompts, after each of which the next token is asked for
-DRAWS = 2  # disturbances
+DRAWS = 1  # disturbances: each is a run
 CHUNK = 1 << 22  # of a tensor's values, disturbed at once
 # ggml rounds what a matrix is multiplied by to halves for F16, to BF16 for that, and to 8 bits for quantised blocks.
-BLOCKS = 2.0**-8
+# Floats it leaves, but some functions it looks up in tables of halves: too few values change places there at a last bit.
+BLOCKS, FLOATS = 2.0**-8, 2.0**-20
 
 
 def run_in_llama_cpp(options: Options, asked: Asked, known: Known, folder: Path) -> RunResult:
@@ -47,13 +47,26 @@ def run_in_llama_cpp(options: Options, asked: Asked, known: Known, folder: Path)
         copy = _disturbed(opened, folder, max(_roundoff(opened), roundoff_of(known.rounded)), draw)
         disturbed.append(_answer(copy, request, options.input, folder)[0])
     other, _ = _answer(wide, request, options.output, folder)
-    allowed = bounds(first, disturbed, ROUNDOFF["F32"], asked.tolerance)
+    allowed = bounds(first, disturbed, FLOATS, asked.tolerance)
     scales = {} if known.scale is None else {EMBEDDINGS: known.scale}
     outputs = tuple(Outcome(one.same, str(one), one.as_json()) for one in judged(first, other, allowed, scales))
-    runtime = f"llama.cpp (xllamacpp {version('xllamacpp')}{', dequantised' if asked.dtype else ''})"
-    lengths = ", ".join(str(len(prompt)) for prompt in request["prompts"])
-    told = "the text's first" if asked.text is not None else f"random (seed {asked.seed}),"
-    return RunResult(runtime, f"{told} {lengths} tokens", outputs, ())
+    return RunResult(_runtime(asked), _told(request["prompts"], asked), outputs, ())
+
+
+def _runtime(asked: Asked) -> str:
+    from importlib.metadata import version  # imported when used: it takes a tenth of a short run
+
+    return f"llama.cpp (xllamacpp {version('xllamacpp')}, {'as stored' if asked.dtype is None else 'dequantised'})"
+
+
+def _told(prompts: list[list[int]], asked: Asked) -> str:
+    """The inputs in words."""
+    lengths = ", ".join(str(len(prompt)) for prompt in prompts)
+    return (
+        f"the text's first {lengths} tokens"
+        if asked.text is not None
+        else f"{lengths} random tokens (seed {asked.seed})"
+    )
 
 
 def _numbers(path: Path, folder: Path) -> Path:
@@ -92,9 +105,9 @@ def _answer(model: Path, request: dict[str, Any], name: str, folder: Path) -> tu
 
 
 def _roundoff(opened: Checkpoint) -> float:
-    """The roundest that llama.cpp's products are: by the types of the matrices."""
+    """The coarsest rounding in llama.cpp's products, by the types of the matrices."""
     kinds = [tensor.dtype for tensor in opened.tensors if len(tensor.shape) > 1]
-    return max((BLOCKS if kind.kind == "blocks" else ROUNDOFF.get(kind.name, 0.0) for kind in kinds), default=0.0)
+    return max([FLOATS, *(BLOCKS if kind.kind == "blocks" else ROUNDOFF.get(kind.name, 0.0) for kind in kinds)])
 
 
 def _disturbed(opened: Checkpoint, folder: Path, roundoff: float, draw: int) -> Path:
