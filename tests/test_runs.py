@@ -37,7 +37,7 @@ from widen_cli.cli import cli
 from widen_cli.errors import WidenError
 from widen_cli.running import child, torch_child, with_transformers
 from widen_cli.running.comparison import measured
-from widen_cli.running.judgement import Bound, bounds, judged
+from widen_cli.running.judgement import Bound, bounds, disturbances, judged
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -157,11 +157,13 @@ def test_bytes_and_run_are_told_together(tmp_path: Path) -> None:
     assert (found["same"], found["tolerance"], found["kl_tolerance"]) == (True, 2.0, None)
 
 
-def test_single_files_in_a_process_of_their_own(tmp_path: Path) -> None:
+def test_single_files_in_a_process_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models.save("llama", tmp_path / "narrow")
     narrow, wide = tmp_path / "narrow" / "model.safetensors", tmp_path / "wide.safetensors"
     widened(narrow, wide)
-    (tmp_path / "torch.py").write_text("raise RuntimeError")  # not imported, though it lies there
+    # Not imported, though it lies where the command is given.
+    (tmp_path / "torch.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
     result = verify(narrow, wide, "--run-dtype", "float64", "--seed", "7")
     assert result.exit_code == 0, result.stderr
     assert "(LlamaForCausalLM, float64) on random 2 x 32 tokens (seed 7)" in result.stderr
@@ -233,9 +235,11 @@ def test_a_gguf_of_blocks(tmp_path: Path) -> None:
     (stored,) = figures(verify(narrow, wide, "--json"))
     (numbers,) = figures(verify(narrow, wide, "--json", "--run-dtype", "float32"))
     assert numbers["relative_difference"] <= numbers["tolerance"] < 1e-3 < stored["tolerance"] < 1
-    spoil_epsilon(wide)
-    (numbers,) = figures(verify(narrow, wide, "--json", "--run-dtype", "float32"), code=3)
-    assert not numbers["same"]
+    broken = gguf_oracle.read(wide, "r+")
+    broken.tensors["blk.1.ffn_norm.weight"].rows.view("<f4")[...] *= 2
+    broken.data.flush()  # type: ignore[attr-defined]
+    (stored,) = figures(verify(narrow, wide, "--json"), code=3)
+    assert not stored["same"]
 
 
 def test_what_llama_cpp_refuses(tmp_path: Path) -> None:
@@ -360,6 +364,23 @@ def test_options_of_a_run_need_it(option: tuple[str, str], tmp_path: Path) -> No
     assert f"{option[0]} goes with --run" in result.stderr
 
 
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    result = verify("-", "wide")
+    assert result.exit_code == 2
+    assert "--run reads NARROW again; name a file or a folder for it" in result.stderr
+
+
+def test_two_models_of_a_kind(tmp_path: Path) -> None:
+    narrow, wide = gguf_families.write("qwen3", tmp_path / "narrow.gguf"), tmp_path / "wide.safetensors"
+    models.save("llama", tmp_path / "llama")
+    (tmp_path / "llama" / "model.safetensors").rename(wide)
+    result = verify(narrow, wide)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[1:] == [
+        f"{wide}: --run compares two models of a kind, and one of these is a GGUF and the other is not"
+    ]
+
+
 # The measures, on numbers whose answer is known.
 
 
@@ -390,6 +411,21 @@ def test_copies_are_compared_each_by_itself(scale: float | None, tiled: bool) ->
     found = measured("last_hidden_state", narrow, np.repeat(narrow, 2, axis=-1), 0.5)
     assert found is not None
     assert found.relative == pytest.approx(1)
+
+
+def test_bounds() -> None:
+    """8 times what the arithmetic's rounding moves, or 2 times what that of stored values does; some roundings at least."""
+    assert disturbances(2.0**-24, 0.0) == disturbances(2.0**-24, 2.0**-24) == [(8, 2.0**-24)]
+    assert disturbances(2.0**-24, 2.0**-8) == [(8, 2.0**-24), (2, 2.0**-8)]
+    narrow = {"logits": np.arange(20.0).reshape(10, 2), "few": np.ones((2, 2))}
+    moved = [(8, {**narrow, "logits": narrow["logits"] + 0.19}), (2, {**narrow, "logits": narrow["logits"] * 1.5})]
+    found = bounds(narrow, moved[:1], 2.0**-20)
+    assert found["logits"].relative == pytest.approx(8 * 0.01 + 2.0**-14)
+    assert found["few"].relative == 2.0**-14
+    assert found["logits"].kl == pytest.approx(1e-9)
+    assert found["few"].kl == np.inf
+    assert bounds(narrow, moved, 2.0**-20)["logits"].relative == pytest.approx(2 * 0.5 + 2.0**-14)
+    assert bounds(narrow, [], 2.0**-20, 0.3) == {name: Bound(0.3, np.inf) for name in narrow}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

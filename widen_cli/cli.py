@@ -277,6 +277,8 @@ def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, q
     are run as well, or are only run where nothing says how WIDE was made. Exit code 3 when something differs.
     """
     options = _options({"input": narrow, "output": wide, **given})
+    if asked is not None and is_stream(narrow):
+        raise click.UsageError("--run reads NARROW again; name a file or a folder for it")
     found = None
     try:
         found = _verified(options, quiet)

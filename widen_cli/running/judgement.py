@@ -16,6 +16,8 @@ from widen_cli.running.comparison import Measured, Outputs, measured
 
 # The wide model sums more terms in another order. Of the tests' models the worst is off by 5 times the disturbance.
 TIMES = 8
+# Stored values that were rounded are off by no more than they are disturbed by here: at worst by half of what that moves.
+TIMES_STORED = 2
 # What is allowed at the least: of a relative difference, in roundings of the type that is run in; of a divergence.
 LEAST = 64
 LEAST_KL = 1e-9
@@ -63,7 +65,7 @@ class Judged:
             "scale": _finite(found.scale),
             "max_difference": _finite(found.difference),
             "relative_difference": _finite(found.relative),
-            "tolerance": self.bound.relative,
+            "tolerance": _finite(self.bound.relative),
         }
         if found.kl is not None:
             mean, largest = found.kl
@@ -94,27 +96,35 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def disturbances(arithmetic: float, stored: float) -> list[tuple[int, float]]:
+    """The roundings by which a narrow model is disturbed, each with how many times what it moves is allowed.
+
+    `stored` is that of values that widening rounded, 0.0 where there are none.
+    """
+    return [(TIMES, arithmetic), *([(TIMES_STORED, stored)] if stored > arithmetic else [])]
+
+
 def bounds(
-    narrow: Outputs, disturbed: Iterable[Outputs], roundoff: float, stated: float | None = None
+    narrow: Outputs, disturbed: Iterable[tuple[int, Outputs]], roundoff: float, stated: float | None = None
 ) -> dict[str, Bound]:
     """Of every output, what it may differ by: `stated`, or so many times what disturbances move it.
 
-    `roundoff` is that of the type that is run in, some of which are allowed at the least.
+    `roundoff` is that of the arithmetic, some of which are allowed at the least.
     """
     if stated is not None:
         return {name: Bound(stated, math.inf) for name in narrow}
-    moved: dict[str, list[Measured]] = {name: [] for name in narrow}
-    for outputs in disturbed:
+    moved: dict[str, list[tuple[int, Measured]]] = {name: [] for name in narrow}
+    for times, outputs in disturbed:
         for name, output in outputs.items():
             found = measured(name, narrow[name], output)
             if found is not None:
-                moved[name].append(found)
+                moved[name].append((times, found))
     return {name: _bound(found, math.prod(narrow[name].shape[:-1]), roundoff) for name, found in moved.items()}
 
 
-def _bound(moved: list[Measured], positions: int, roundoff: float) -> Bound:
-    relative = TIMES * max((one.relative for one in moved), default=0.0) + LEAST * roundoff
-    kl = TIMES * max((one.kl[0] for one in moved if one.kl), default=0.0) + LEAST_KL
+def _bound(moved: list[tuple[int, Measured]], positions: int, roundoff: float) -> Bound:
+    relative = max((times * one.relative for times, one in moved), default=0.0) + LEAST * roundoff
+    kl = max((times * one.kl[0] for times, one in moved if one.kl), default=0.0) + LEAST_KL
     return Bound(relative, kl if positions >= FEW else math.inf)
 
 

@@ -19,7 +19,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 
 from widen_cli.running.comparison import Outputs
-from widen_cli.running.judgement import Judged, bounds, judged
+from widen_cli.running.judgement import Judged, bounds, disturbances, judged
 from widen_cli.running.torch_inputs import Inputs, RefusedError, of_text, seeded
 
 DRAWS = 2  # disturbances of the weights
@@ -39,16 +39,17 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def _compared(request: dict[str, Any]) -> dict[str, Any]:
     dtype = request["dtype"]
-    roundoff = max(ROUNDOFF[dtype], request["roundoff"])
     notes: list[str] = []
     with Float64Throughout() if dtype == "float64" else nullcontext():
         model = _load(request["narrow"], TYPES[dtype], notes)
         inputs = _inputs(model, request)
         kind, narrow = type(model).__name__, _run(model, inputs, request["narrow"])
         disturbed = []
-        for draw in range(DRAWS if request["tolerance"] is None else 0):
-            _disturb(model, roundoff, draw)
-            disturbed.append(_run(model, inputs, request["narrow"]))
+        roundings = disturbances(ROUNDOFF[dtype], request["roundoff"]) if request["tolerance"] is None else []
+        for times, roundoff in roundings:
+            for draw in range(DRAWS):
+                _disturb(model, roundoff, draw)
+                disturbed.append((times, _run(model, inputs, request["narrow"])))
         allowed = bounds(narrow, disturbed, ROUNDOFF[dtype], request["tolerance"])
         del model, disturbed
         gc.collect()

@@ -46,7 +46,7 @@ def seeded(model: Any, seed: int) -> Inputs:
             kinds.append(f"{maker.rows} x {maker.length} tokens")
     if not arguments:
         raise RefusedError(f"{type(model).__name__} takes {model.main_input_name}, which is not made here")
-    return Inputs(maker.settled(arguments), f"random {' and '.join(kinds)} (seed {seed})")
+    return Inputs(maker.settled(arguments), f"random {' and '.join(kinds)} (seed {seed}){maker.unmade}")
 
 
 def of_text(model: Any, text: str, folder: str) -> Inputs:
@@ -69,7 +69,7 @@ def of_text(model: Any, text: str, folder: str) -> Inputs:
         raise RefusedError(f"its tokenizer makes a token {max(tokens)} of {maker.vocabulary} that the model knows")
     ids = torch.tensor([tokens])
     arguments: dict[str, Any] = {name: ids} | ({"decoder_input_ids": ids} if "decoder_input_ids" in maker.taken else {})
-    return Inputs(maker.settled(arguments), f"the first {len(tokens)} of the text's {len(every)} tokens")
+    return Inputs(maker.settled(arguments), f"the first {len(tokens)} of the text's {len(every)} tokens{maker.unmade}")
 
 
 class _Maker:
@@ -98,6 +98,14 @@ class _Maker:
         known = next((size for size in found if isinstance(size, int) and size > 0), TEXT_LENGTH + RESERVED)
         return max(1, known - RESERVED)
 
+    @property
+    def unmade(self) -> str:
+        """What the model takes beside, and is not made."""
+        alone = getattr(self.config, "add_cross_attention", False) and not getattr(
+            self.config, "is_encoder_decoder", False
+        )
+        return ", without an encoder's states for its cross-attention" if alone else ""
+
     def ids(self, rows: int, length: int) -> torch.Tensor:
         """Words without special tokens, and an end of text in each row, which classifiers look for."""
         special = set(_special(self.config)) | set(_special(self.words))
@@ -111,8 +119,8 @@ class _Maker:
 
     def tokens(self, others: dict[str, Any]) -> dict[str, Any]:
         ids = self.ids(self.rows, self.length)
-        image = next((getattr(self.config, key, None) for key in ("image_token_id", "image_token_index")), None)
-        image = image if image is not None else getattr(self.config, "image_token_index", None)
+        stated = (getattr(self.config, key, None) for key in ("image_token_id", "image_token_index"))
+        image = next((token for token in stated if token is not None), None)
         if "pixel_values" in others and image is not None:
             count = self._image_tokens(others["pixel_values"])
             ids = torch.cat([ids[:, :1], torch.full((len(ids), count), image), ids[:, 1:]], dim=1)

@@ -18,12 +18,11 @@ from widen_cli.gguf.model import part_names
 from widen_cli.options import Options
 from widen_cli.running.child import answer_of, need
 from widen_cli.running.comparison import EMBEDDINGS, Outputs
-from widen_cli.running.judgement import bounds, judged
+from widen_cli.running.judgement import bounds, disturbances, judged
 from widen_cli.running.result import ROUNDOFF, Asked, Known, Outcome, RunResult, roundoff_of
 from widen_cli.sources import FileSource
 
 LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48)  # of the seeded prompts, after each of which the next token is asked for
-DRAWS = 1  # disturbances: each is a run
 CHUNK = 1 << 22  # of a tensor's values, disturbed at once
 # ggml rounds what a matrix is multiplied by to halves for F16, to BF16 for that, and to 8 bits for quantised blocks.
 # Floats it leaves, but some functions it looks up in tables of halves: too few values change places there at a last bit.
@@ -43,9 +42,10 @@ def run_in_llama_cpp(options: Options, asked: Asked, known: Known, folder: Path)
     request = _request(opened, asked, options.threads)
     first, request["prompts"] = _answer(narrow, request, options.input, folder)
     disturbed = []
-    for draw in range(DRAWS if asked.tolerance is None else 0):
-        copy = _disturbed(opened, folder, max(_roundoff(opened), roundoff_of(known.rounded)), draw)
-        disturbed.append(_answer(copy, request, options.input, folder)[0])
+    roundings = disturbances(_roundoff(opened), roundoff_of(known.rounded))
+    for draw, (times, roundoff) in enumerate(roundings if asked.tolerance is None else ()):
+        copy = _disturbed(opened, folder, roundoff, draw)
+        disturbed.append((times, _answer(copy, request, options.input, folder)[0]))
     other, _ = _answer(wide, request, options.output, folder)
     allowed = bounds(first, disturbed, FLOATS, asked.tolerance)
     scales = {} if known.scale is None else {EMBEDDINGS: known.scale}
