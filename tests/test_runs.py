@@ -10,6 +10,7 @@ import importlib.util
 import json
 import shutil
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -190,10 +191,9 @@ def test_an_adapter_on_both_bases(tmp_path: Path) -> None:
     asked = (adapter, tmp_path / "wide_adapter", "--base", base)
     result = verify(*asked)
     assert result.exit_code == 1
-    assert (
-        result.stderr
-        == f"{tmp_path / 'wide_adapter'}: an adapter runs on its base; name the wide one with --wide-base\n"
-    )
+    assert result.stderr.splitlines()[1:] == [
+        f"{tmp_path / 'wide_adapter'}: an adapter runs on its base; name the wide one with --wide-base"
+    ]
     (found,) = figures(verify(*asked, "--wide-base", tmp_path / "wide", "--json"))
     assert found["relative_difference"] <= found["tolerance"] < 1e-4
     file = tmp_path / "wide_adapter" / "adapter_model.safetensors"
@@ -251,7 +251,12 @@ def test_what_llama_cpp_refuses(tmp_path: Path) -> None:
     stored.data.flush()  # type: ignore[attr-defined]
     result = verify(narrow, wide)
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"{wide}: could not be run (exit code 1): ")
+    assert f"\n{wide}: could not be run (exit code 1): " in result.stderr
+    result = verify(narrow, wide, "--run-dtype", "float64")
+    assert result.exit_code == 1
+    assert result.stderr.endswith(
+        "--run-dtype float64: llama.cpp runs a GGUF as it is stored, or its numbers in float32\n"
+    )
 
 
 # Real models.
@@ -307,7 +312,26 @@ def test_a_runtime_that_is_not_installed(
     monkeypatch.setattr(child.importlib.util, "find_spec", lambda name: None if name in missing else found(name))
     result = verify(narrow, wide)
     assert result.exit_code == 1
-    assert result.stderr == f"--run: runs the models in {text}; pip install 'widen-ckpt[verify]'\n"
+    verified, refused = result.stderr.splitlines()
+    assert verified.startswith(f"{wide}: verified: ")
+    assert refused == f"--run: runs the models in {text}; pip install 'widen-ckpt[verify]'"
+
+
+@pytest.mark.usefixtures("here")
+def test_no_room_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = models.save("llama", tmp_path / "narrow")
+    widened(narrow, tmp_path / "wide", "-qq")
+
+    def full(*arguments: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(with_transformers, "answer_of", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = verify(narrow, tmp_path / "wide")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[1:] == [
+        f"--run: its files in {tmp_path} cannot be written: No space left on device; TMPDIR names another folder"
+    ]
 
 
 def test_a_crash_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +368,7 @@ def test_what_transformers_does_not_run(change: Any, tmp_path: Path) -> None:
     widened(narrow, tmp_path / "wide", "-qq")
     result = verify(narrow, tmp_path / "wide")
     assert result.exit_code == 1
-    assert result.stderr == f"{narrow}: {text}\n"
+    assert result.stderr.splitlines()[1:] == [f"{narrow}: {text}"]
 
 
 @pytest.mark.usefixtures("here")
@@ -353,7 +377,7 @@ def test_a_text_without_a_tokenizer(tmp_path: Path) -> None:
     widened(narrow, tmp_path / "wide", "-qq")
     result = verify(narrow, tmp_path / "wide", "--text", "Once upon a time")
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"{narrow}: has no tokenizer that transformers reads (")
+    assert f"\n{narrow}: has no tokenizer that transformers reads (" in result.stderr
     assert result.stderr.endswith("); leave --text out\n")
 
 

@@ -178,7 +178,9 @@ def convert(dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any)
         click.echo(json.dumps(done | ({"verification": found.as_json()} if found else {}), indent=2))
     _summary(report, quiet)
     if found is not None:
-        _tell(found, None, options, quiet)
+        _tell(found, options, quiet)
+        if found.differences:
+            sys.exit(3)
 
 
 def _options(given: dict[str, Any], **more: Any) -> Options:
@@ -286,11 +288,17 @@ def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, q
         if asked is None:
             raise
         click.echo(f"warning: {error}; its bytes are not compared", err=True)
+    if found is not None:
+        _tell(found, options, quiet, told=as_json)
     known = Known(found.rounded, found.scale) if found else None
     ran = run_both(options, asked, known) if asked else None
     if as_json:
         click.echo(json.dumps(_as_json(found, ran), indent=2))
-    _tell(found, ran, options, quiet, told=as_json)
+    if ran is not None and not (as_json and not ran.same):
+        for line in run_lines(ran, wide, narrow, differing=quiet > 0):
+            click.echo(line, err=True)
+    if not _all_same(found, ran):
+        sys.exit(3)
 
 
 def _as_json(found: Verification | None, ran: RunResult | None) -> dict[str, Any]:
@@ -308,23 +316,16 @@ def _verified(options: Options, quiet: int) -> Verification:
         return verify(options, advance)
 
 
-def _tell(found: Verification | None, ran: RunResult | None, options: Options, quiet: int, told: bool = False) -> None:
-    """The verdict on stderr: that all is well, or the differences and exit code 3; `told`: these stand on stdout."""
-    narrow, wide = options.input, options.output
-    if found is not None and not found.differences and quiet == 0:
-        click.echo(
-            f"{printable(wide)}: verified: {found.compared} are what widening {printable(narrow)} gives", err=True
-        )
-    lines = [f"{printable(wide)}: {difference}" for difference in found.differences] if found is not None else []
-    for line in lines[:FAULT_LINES] if not told else ():
+def _tell(found: Verification, options: Options, quiet: int, told: bool = False) -> None:
+    """The verdict on stderr: that all is well, or the differences; `told`: these stand on stdout."""
+    wide = printable(options.output)
+    if not found.differences and quiet == 0:
+        click.echo(f"{wide}: verified: {found.compared} are what widening {printable(options.input)} gives", err=True)
+    lines = [f"{wide}: {difference}" for difference in found.differences if not told]
+    for line in lines[:FAULT_LINES]:
         click.echo(line, err=True)
-    if len(lines) > FAULT_LINES and not told:
+    if len(lines) > FAULT_LINES:
         click.echo(f"... and {len(lines) - FAULT_LINES} more differences", err=True)
-    if ran is not None and not (told and not ran.same):
-        for line in run_lines(ran, wide, narrow, differing=quiet > 0):
-            click.echo(line, err=True)
-    if not _all_same(found, ran):
-        sys.exit(3)
 
 
 @cli.command()

@@ -31,9 +31,14 @@ def run_both(options: Options, asked: Asked, known: Known | None) -> RunResult:
         raise WidenError(
             f"{printable(options.output)}: --run compares two models of a kind, and one of these is a GGUF and the other is not"
         )
-    with tempfile.TemporaryDirectory(prefix="widen-run-") as folder:
-        run = run_in_llama_cpp if gguf else run_in_transformers
-        return run(options, asked, known or _unknown(options), Path(folder))
+    run = run_in_llama_cpp if gguf else run_in_transformers
+    try:
+        with tempfile.TemporaryDirectory(prefix="widen-run-") as folder:
+            return run(options, asked, known or _unknown(options), Path(folder))
+    except OSError as error:
+        raise WidenError(
+            f"--run: its files in {printable(tempfile.gettempdir())} cannot be written: {error.strerror}; TMPDIR names another folder"
+        ) from None
 
 
 def _is_gguf(given: str) -> bool:

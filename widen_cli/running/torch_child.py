@@ -158,8 +158,8 @@ def _disturb(model: Any, roundoff: float, draw: int) -> None:
         for weight in model.parameters():
             if weight.dtype not in TYPES.values():
                 continue
-            values = weight.data.view(-1) if weight.data.is_contiguous() else weight.data.reshape(-1)
-            for part in values.split(CHUNK):
+            whole = weight.data
+            for part in whole.view(-1).split(CHUNK) if whole.is_contiguous() else (whole,):
                 noise = torch.rand(part.shape, generator=generator, dtype=torch.float64) * 2 - 1
                 part.copy_(part * (1 + noise * roundoff))
 
