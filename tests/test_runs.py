@@ -23,6 +23,7 @@ import pytest
 import reference
 import test_adapters
 import test_gguf_real
+import tokenizers
 import torch
 import transformers
 from click.testing import CliRunner, Result
@@ -103,6 +104,20 @@ def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
         # Bounds that would let a fault pass prove nothing; of Gemma, whose bfloat16 weights are rounded, they are wider.
         assert one["tolerance"] < (1 if name == "gemma3_text" else 1e-4)
         assert one["relative_difference"] <= one["tolerance"]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("name", ["llama", "t5", "clip"])
+def test_a_text_by_the_folder_s_tokenizer(name: str, tmp_path: Path) -> None:
+    models.save(variant(name), tmp_path / "narrow")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(models.VOCAB)}, "w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "narrow")
+    widened(tmp_path / "narrow", tmp_path / "wide", "-qq")
+    result = verify(tmp_path / "narrow", tmp_path / "wide", "--json", "--text", " ".join(f"w{n}" for n in range(5, 85)))
+    assert all(one["tolerance"] < 1e-4 for one in figures(result))
+    length = {"llama": 62, "t5": 80, "clip": 62}[name]
+    assert json.loads(result.stdout)["run"]["inputs"] == f"the first {length} of the text's 80 tokens"
 
 
 GUARDS = ["eps unscaled, llama", "eps unscaled, bert", "query heads tiled, 6 over 3", "one element of a matrix"]

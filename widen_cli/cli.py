@@ -28,7 +28,7 @@ from widen_cli.options import Options
 from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
 from widen_cli.run_options import run_lines, run_options
-from widen_cli.running import Asked, Known, RunResult, run_both
+from widen_cli.running import Asked, Known, RunResult
 from widen_cli.verification import NotRecordedError, Verification, verify
 
 EXIT_CODES = """\b
@@ -290,8 +290,7 @@ def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, q
         click.echo(f"warning: {error}; its bytes are not compared", err=True)
     if found is not None:
         _tell(found, options, quiet, told=as_json)
-    known = Known(found.rounded, found.scale) if found else None
-    ran = run_both(options, asked, known) if asked else None
+    ran = _ran(options, asked, found) if asked else None
     if as_json:
         click.echo(json.dumps(_as_json(found, ran), indent=2))
     if ran is not None and not (as_json and not ran.same):
@@ -299,6 +298,12 @@ def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, q
             click.echo(line, err=True)
     if not _all_same(found, ran):
         sys.exit(3)
+
+
+def _ran(options: Options, asked: Asked, found: Verification | None) -> RunResult:
+    from widen_cli.running.both import run_both  # imported when used: other commands need none of it
+
+    return run_both(options, asked, Known(found.rounded, found.scale) if found else None)
 
 
 def _as_json(found: Verification | None, ran: RunResult | None) -> dict[str, Any]:

@@ -67,8 +67,12 @@ def of_text(model: Any, text: str, folder: str) -> Inputs:
         raise RefusedError("the text has no tokens")
     if max(tokens) >= maker.vocabulary:
         raise RefusedError(f"its tokenizer makes a token {max(tokens)} of {maker.vocabulary} that the model knows")
-    ids = torch.tensor([tokens])
-    arguments: dict[str, Any] = {name: ids} | ({"decoder_input_ids": ids} if "decoder_input_ids" in maker.taken else {})
+    ids, maker.rows = torch.tensor([tokens]), 1
+    # Where pictures are tokens of the text, one without them is a text too.
+    beside = maker.pixels() if maker.image is None else {}
+    arguments: dict[str, Any] = {**beside, name: ids} | (
+        {"decoder_input_ids": ids} if "decoder_input_ids" in maker.taken else {}
+    )
     return Inputs(maker.settled(arguments), f"the first {len(tokens)} of the text's {len(every)} tokens{maker.unmade}")
 
 
@@ -99,6 +103,12 @@ class _Maker:
         return max(1, known - RESERVED)
 
     @property
+    def image(self) -> int | None:
+        """The token that stands for a part of a picture."""
+        stated = (getattr(self.config, key, None) for key in ("image_token_id", "image_token_index"))
+        return next((token for token in stated if token is not None), None)
+
+    @property
     def unmade(self) -> str:
         """What the model takes beside, and is not made."""
         alone = getattr(self.config, "add_cross_attention", False) and not getattr(
@@ -119,11 +129,9 @@ class _Maker:
 
     def tokens(self, others: dict[str, Any]) -> dict[str, Any]:
         ids = self.ids(self.rows, self.length)
-        stated = (getattr(self.config, key, None) for key in ("image_token_id", "image_token_index"))
-        image = next((token for token in stated if token is not None), None)
-        if "pixel_values" in others and image is not None:
+        if "pixel_values" in others and self.image is not None:
             count = self._image_tokens(others["pixel_values"])
-            ids = torch.cat([ids[:, :1], torch.full((len(ids), count), image), ids[:, 1:]], dim=1)
+            ids = torch.cat([ids[:, :1], torch.full((len(ids), count), self.image), ids[:, 1:]], dim=1)
         if type(self.model).__name__.endswith("ForMultipleChoice"):
             ids = ids.reshape(1, *ids.shape)  # the rows are the answers to one question
         types = getattr(self.config, "type_vocab_size", 0) or 0
