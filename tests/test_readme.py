@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_readme_holds_the_two_commands_first() -> None:
-    assert len(BLOCKS) == 6  # the fifth, both routes to a GGUF, runs in test_two_routes.py
+    assert len(BLOCKS) == 7  # the fifth, both routes to a GGUF, runs in test_two_routes.py
     assert README.index(BLOCKS[1]) < README.index("## Use")
 
 
@@ -70,8 +71,20 @@ def test_gguf_block(tmp_path: Path) -> None:
     assert (tmp_path / "numbers.gguf").exists()
 
 
+def test_run_block(tmp_path: Path) -> None:
+    """After the commands of the usage block; the extra that it needs is one of those that exist."""
+    made = [line for line in BLOCKS[2].splitlines() if "demo demo " in line or "demo/mixed --grow" in line]
+    done = shell("\n".join([*made, BLOCKS[5]]), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "demo/mixed: computes what demo/narrow does\n" in done.stderr
+    assert json.loads(done.stdout[done.stdout.index("\n{\n") :])["run"]["same"] is True
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert "`.venv/bin/pip install '.[verify]'`" in README
+    assert extras["verify"]
+
+
 def test_draft_block(tmp_path: Path) -> None:
-    done = shell(f"widen-ckpt demo demo\n{BLOCKS[5]}", tmp_path)
+    done = shell(f"widen-ckpt demo demo\n{BLOCKS[6]}", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "demo/narrow: map 'llama' fits it as it is; it needs no map of its own\n" in done.stderr
     assert (tmp_path / "demo/mine/model.safetensors").exists()
@@ -103,7 +116,9 @@ def test_documented_map_is_a_map(tmp_path: Path) -> None:
 
 
 def test_exit_codes_and_options_are_those_of_the_help(tmp_path: Path) -> None:
-    helped = shell("widen-ckpt --help; widen-ckpt convert --help; widen-ckpt maps --help", tmp_path).stdout
+    helped = shell(
+        "widen-ckpt --help; widen-ckpt convert --help; widen-ckpt verify --help; widen-ckpt maps --help", tmp_path
+    ).stdout
     for option in set(re.findall(r"`?(--[a-z][a-z-]+)", README)) - {"--megabytes", "--outtype", "--outfile"}:
         assert option in helped, option
     for code in ("0", "1", "2", "3", "4", "130", "143", "141"):

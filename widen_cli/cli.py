@@ -27,7 +27,9 @@ from widen_cli.map_file import map_names, map_text
 from widen_cli.options import Options
 from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
-from widen_cli.verification import Verification, verify
+from widen_cli.run_options import run_lines, run_options
+from widen_cli.running import Asked, Known, RunResult
+from widen_cli.verification import NotRecordedError, Verification, verify
 
 EXIT_CODES = """\b
 Exit codes:
@@ -194,7 +196,9 @@ def convert(dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any)
         click.echo(json.dumps(done | ({"verification": found.as_json()} if found else {}), indent=2))
     _summary(report, quiet)
     if found is not None:
-        _tell(found, options.input, options.output, quiet)
+        _tell(found, options, quiet)
+        if found.differences:
+            sys.exit(3)
 
 
 def _options(given: dict[str, Any], **more: Any) -> Options:
@@ -281,23 +285,55 @@ def _shown_output(report: Report) -> str:
 @click.argument("narrow", metavar="NARROW")
 @click.argument("wide", metavar="WIDE")
 @conversion_options
+@run_options
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads that read, widen and compare.  [default: the cores, up to 4]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 @click.option("-q", "--quiet", count=True, help="Nothing but differences.")
 @reporting
-def verify_command(narrow: str, wide: str, as_json: bool, quiet: int, **given: Any) -> None:
+def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, quiet: int, **given: Any) -> None:
     """Derive every tensor of WIDE again from NARROW and compare all bytes, and the config's values.
 
-    WIDE records how it was made; options are needed only where it does not, and count before the record. Exit code 3
-    when something differs.
+    WIDE records how it was made; options are needed only where it does not, and count before the record. With --run both
+    are run as well, or are only run where nothing says how WIDE was made. Exit code 3 when something differs.
     """
     options = _options({"input": narrow, "output": wide, **given})
-    found = _verified(options, quiet)
+    if asked is not None and is_stream(narrow):
+        raise click.UsageError("--run reads NARROW again; name a file or a folder for it")
+    found = None
+    try:
+        found = _verified(options, quiet)
+    except NotRecordedError as error:
+        if asked is None:
+            raise
+        click.echo(f"warning: {error}; its bytes are not compared", err=True)
+    if found is not None:
+        _tell(found, options, quiet, told=as_json)
+    ran = _ran(options, asked, found) if asked else None
     if as_json:
-        click.echo(json.dumps(found.as_json(), indent=2))
-    _tell(found, narrow, wide, quiet, told=as_json)
+        click.echo(json.dumps(_as_json(found, ran), indent=2))
+    if ran is not None and not (as_json and not ran.same):
+        for line in run_lines(ran, wide, narrow, differing=quiet > 0):
+            click.echo(line, err=True)
+    if not _all_same(found, ran):
+        sys.exit(3)
+
+
+def _ran(options: Options, asked: Asked, found: Verification | None) -> RunResult:
+    from widen_cli.running.both import run_both  # imported when used: other commands need none of it
+
+    return run_both(options, asked, Known(found.rounded, found.scale) if found else None)
+
+
+def _as_json(found: Verification | None, ran: RunResult | None) -> dict[str, Any]:
+    """Everything that was compared; `same` speaks of all of it."""
+    parts = (found.as_json() if found else {}), ({"run": ran.as_json()} if ran else {})
+    return {**parts[0], **parts[1], "same": _all_same(found, ran)}
+
+
+def _all_same(found: Verification | None, ran: RunResult | None) -> bool:
+    return not (found and found.differences) and (ran is None or ran.same)
 
 
 def _verified(options: Options, quiet: int) -> Verification:
@@ -305,20 +341,16 @@ def _verified(options: Options, quiet: int) -> Verification:
         return verify(options, advance)
 
 
-def _tell(found: Verification, narrow: str, wide: str, quiet: int, told: bool = False) -> None:
-    """The verdict: a line on stderr where all is well, and where not the differences and exit code 3."""
-    if not found.differences:
-        if quiet == 0:
-            click.echo(
-                f"{printable(wide)}: verified: {found.compared} are what widening {printable(narrow)} gives", err=True
-            )
-        return
-    lines = [f"{printable(wide)}: {difference}" for difference in found.differences]
-    for line in lines[:FAULT_LINES] if not told else ():
+def _tell(found: Verification, options: Options, quiet: int, told: bool = False) -> None:
+    """The verdict on stderr: that all is well, or the differences; `told`: these stand on stdout."""
+    wide = printable(options.output)
+    if not found.differences and quiet == 0:
+        click.echo(f"{wide}: verified: {found.compared} are what widening {printable(options.input)} gives", err=True)
+    lines = [f"{wide}: {difference}" for difference in found.differences if not told]
+    for line in lines[:FAULT_LINES]:
         click.echo(line, err=True)
-    if len(lines) > FAULT_LINES and not told:
+    if len(lines) > FAULT_LINES:
         click.echo(f"... and {len(lines) - FAULT_LINES} more differences", err=True)
-    sys.exit(3)
 
 
 @cli.command()

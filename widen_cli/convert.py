@@ -267,7 +267,7 @@ def run(job: Job, progress: Progress) -> Report:
     return Report(job, writing.counts, tuple(writing.notes))
 
 
-def derive(job: Job, place: Callable[[str], Writer | None], progress: Progress) -> None:
+def derive(job: Job, place: Callable[[str], Writer | None], progress: Progress) -> Report:
     """Hands every tensor's new bytes, from offset 0 on, to the writer that `place` gives for its name, and writes no file."""
     stream = TensorStream(job.options.threads)
     writing = _Writing(job, stream, progress)
@@ -276,12 +276,14 @@ def derive(job: Job, place: Callable[[str], Writer | None], progress: Progress) 
             for name in tensor.names:
                 writer = place(name)
                 if writer is not None:
-                    stream.run(tensor, writing.source(tensor), [Target(writer, 0)], forward_only=False)
+                    counted = stream.run(tensor, writing.source(tensor), [Target(writer, 0)], forward_only=False)
+                    writing.counts[tensor.source.name] = counted
                 progress(tensor.dtype.nbytes(tensor.shape))
         stream.finish()
         writing.finish()
     finally:
         stream.close()
+    return Report(job, writing.counts)
 
 
 def _ones(header: StoredHeader | Ones) -> StoredTensor:

@@ -14,7 +14,7 @@ import numpy as np
 
 from widen_cli.adapters import open_adapter
 from widen_cli.checkpoint import GGUF_RECORD, Checkpoint, open_checkpoint
-from widen_cli.convert import Job, derive, prepare
+from widen_cli.convert import Job, Report, derive, prepare
 from widen_cli.dtypes import DType
 from widen_cli.errors import WidenError, printable
 from widen_cli.gguf.checkpoint import changed_metadata
@@ -23,6 +23,10 @@ from widen_cli.options import Options
 from widen_cli.plan import TensorPlan
 from widen_cli.records import Record, read_record
 from widen_cli.safetensors_file import StoredTensor
+
+
+class NotRecordedError(WidenError):
+    """Nothing says how a wide model was made, so that its bytes cannot be derived again."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, and every difference."""
+    """What was compared, and every difference.
+
+    `rounded` are the types in which values were rounded, `scale` is that of a bare model's hidden states.
+    """
 
     tensors: int
     nbytes: int
     keys: int
     differences: tuple[Difference, ...]
     record: Record | None
+    rounded: tuple[str, ...] = ()
+    scale: float | None = None
 
     @property
     def compared(self) -> str:
@@ -89,21 +98,31 @@ def verify(options: Options, progress: Callable[[int], None]) -> Verification:
         record = _record(found, options, wide)
         job = prepare(_again(options, record))
         opened.callback(job.checkpoint.close)
-        differences = [*_other_tensors(job, found), *_other_values(job, found, progress), *_other_keys(job, found)]
+        values, report = _other_values(job, found, progress)
+        differences = [*_other_tensors(job, found), *values, *_other_keys(job, found)]
+        scales, output = job.plan.scales, job.plan.output
         return Verification(
             tensors=sum(len(tensor.names) for tensor in job.plan.tensors),
             nbytes=sum(tensor.dtype.nbytes(tensor.shape) * len(tensor.names) for tensor in job.plan.tensors),
             keys=len(_expected_keys(job)) if found.config.present else 0,
             differences=tuple(differences),
             record=record,
+            rounded=_rounded(report),
+            scale=float(scales[output]) if output in scales else None,
         )
+
+
+def _rounded(report: Report) -> tuple[str, ...]:
+    """The types in which values were rounded."""
+    kinds = {tensor.source.name: tensor.dtype.name for tensor in report.job.plan.tensors}
+    return tuple(sorted({kinds[name] for name, counts in report.counts.items() if counts.rounded}))
 
 
 def _record(found: Checkpoint, options: Options, wide: str) -> Record | None:
     """What the wide model records; where the command line says how it was made, an unreadable record does not matter."""
     said = options.factor is not None or options.grow is not None
     if found.record is None and not said:
-        raise WidenError(
+        raise NotRecordedError(
             f"{printable(wide)}: does not record how it was made; give the options of the conversion, such as --factor 2"
         )
     try:
@@ -140,7 +159,7 @@ def _alike(planned: TensorPlan, stored: StoredTensor) -> bool:
     return planned.written == (stored.dtype.name, stored.shape)
 
 
-def _other_values(job: Job, found: Checkpoint, progress: Callable[[int], None]) -> Iterator[Difference]:
+def _other_values(job: Job, found: Checkpoint, progress: Callable[[int], None]) -> tuple[list[Difference], Report]:
     stored = {tensor.name: tensor for tensor in found.tensors}
     comparisons = {
         name: _Comparison(stored[name])
@@ -148,10 +167,8 @@ def _other_values(job: Job, found: Checkpoint, progress: Callable[[int], None]) 
         for name in tensor.names
         if name in stored and _alike(tensor, stored[name])
     }
-    derive(job, comparisons.get, progress)
-    for comparison in comparisons.values():
-        if comparison.differing:
-            yield comparison.difference()
+    report = derive(job, comparisons.get, progress)
+    return [comparison.difference() for comparison in comparisons.values() if comparison.differing], report
 
 
 @dataclass
