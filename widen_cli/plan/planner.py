@@ -54,6 +54,23 @@ def make_plan(
     faults = Faults()
     with faults:
         sizes = check_input(architecture, match, tensors, config, printable(request.file), faults)
+    grown = growing(architecture, match, sizes, config, request)
+    check_requirements(architecture, sizes, grown.growth.factors, printable(request.file))
+    return _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary).plan(tensors)
+
+
+@dataclass(frozen=True)
+class Growing:
+    """The factor of every axis, and how heads grow under rotary positions."""
+
+    growth: AxisGrowth
+    rotary: Rotary
+
+
+def growing(
+    architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
+) -> Growing:
+    """What the request makes grow. Raises WidenError with every axis that cannot grow so."""
     calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
     positions = position_axes(architecture, calls)
     method = rotary_method(architecture, config, request.rope)
@@ -62,10 +79,9 @@ def make_plan(
     equal = equalities(architecture, sizes)
     why = why_none(architecture, config)
     growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal, why)
-    check_requirements(architecture, sizes, growth.factors, printable(request.file))
     axes = frozenset(axis for kind, axis in calls if kind == "rope")
     rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
-    return _Planner(architecture, match, sizes, growth, config, request, rotary).plan(tensors)
+    return Growing(growth, rotary)
 
 
 def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
