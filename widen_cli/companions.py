@@ -18,8 +18,8 @@ def companions_of(
 ) -> dict[str, Path | bytes]:
     """What lies beside the weights: files to copy, and sidecars that state a width with the new one.
 
-    `sidecars` gives for a file pattern the factors of the widths it states, fractions on the way back. An output folder inside the input's is no part
-    of the model. Raises WidenError for what would not fit the wide model.
+    `sidecars` gives for a file pattern the factors of the widths it states, fractions on the way back. An output folder
+    inside the input's is no part of the model. Raises WidenError for what would not fit the wide model.
     """
     if checkpoint.directory is None:
         return {}

@@ -85,9 +85,7 @@ def _types(plan: Plan) -> dict[str, str]:
     for tensor in plan.tensors:
         if not tensor.made:
             found.setdefault(tensor.pattern, {})[tensor.source.name] = tensor.source.dtype.name
-    retyped = {
-        tensor.source.name for tensor in plan.tensors if not tensor.made and tensor.source.dtype != tensor.dtype
-    }
+    retyped = {tensor.source.name for tensor in plan.tensors if not tensor.made and tensor.source.dtype != tensor.dtype}
     types: dict[str, str] = {}
     for pattern, old in found.items():
         if retyped >= old.keys() and len({*old.values()}) == 1:

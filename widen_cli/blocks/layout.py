@@ -121,9 +121,7 @@ def row_layout_back(kind: BlockType, growth: Growth) -> RowLayout:
     origin = np.concatenate([numbers for numbers, _ in places])
     held = np.flatnonzero(~np.concatenate([flags for _, flags in places]))
     source = held[np.unique(origin[held], return_index=True)[1]]
-    moves = {
-        size: Move.of(source[::size] // size, growth.new // size) for size in {codes.size for codes in kind.codes}
-    }
+    moves = {size: Move.of(source[::size] // size, growth.new // size) for size in {codes.size for codes in kind.codes}}
     blocks = _items(source, np.zeros(source.size, np.bool_), kind.size, entire=True)
     old, new = growth.new // kind.size, growth.old // kind.size
     return RowLayout(old, new, None if blocks is None else Move.of(blocks, old), moves, {}, np.empty(0, np.int64))

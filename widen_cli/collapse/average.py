@@ -51,7 +51,9 @@ class Distance:
         """|y - A x| / |y|; infinite where one of them is no finite number."""
         if not math.isfinite(self.apart):
             return math.inf
-        return math.sqrt(self.apart / self.total) if self.apart and math.isfinite(self.total) else float(bool(self.apart))
+        return (
+            math.sqrt(self.apart / self.total) if self.apart and math.isfinite(self.total) else float(bool(self.apart))
+        )
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,13 @@ def mean_of_copies(wide: Array, dimensions: Sequence[Places], offset: int) -> Me
         for other, same, mask in zip(others, equal, held[1:], strict=True):
             moved += np.where(same if mask is None else same | ~mask, 0.0, other.astype(np.float64) - number)
         means = np.where(always, number, number + moved / _counts(dimensions))
-        apart = [
-            _apart(copy, means, always, mask, offset) for copy, mask in zip((first, *others), held, strict=True)
-        ]
+        apart = [_apart(copy, means, always, mask, offset) for copy, mask in zip((first, *others), held, strict=True)]
     return Mean(first, means, Distance.sum([*apart, *([empty] if empty else [])]))
 
 
-def folded(mean: Mean, trailing: tuple[Growth, ...], scale: Scale, held: DType, target: DType, offset: int, counts: Counts) -> Array:
+def folded(
+    mean: Mean, trailing: tuple[Growth, ...], scale: Scale, held: DType, target: DType, offset: int, counts: Counts
+) -> Array:
     """The old values, as the target's bits: the mean over the factor, rounded once. `trailing` holds inverse scales."""
     values, source = (mean.first, held) if mean.means is None else (mean.means, STORED["F64"])
     return scaled_values(values, trailing, scale, Cast(source, target, offset), counts)

@@ -23,7 +23,7 @@ from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
 from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.match import GRID
-from widen_cli.plan.narrowing import Header, Known, Narrow, config_changes, narrow_model, settled
+from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
@@ -37,9 +37,10 @@ INTEGERS_REMEDY = "correct the file"
 
 @dataclass(frozen=True)
 class Folded:
-    """What a run did: for each narrow tensor that has copies how far these are apart, and what was rounded.
+    """What a run did: for each narrow tensor that has copies how far these are apart, and what was rounded on the way back.
 
-    `plan` is the one that widens the narrow model; `recorded`: the wide model says how it was made.
+    `plan` is the one that widens the narrow model; `recorded`: its making was read from a record. `inexact` are the tensors
+    whose values the conversion had to round, so that their last places cannot come back for certain.
     """
 
     options: Options
@@ -47,15 +48,23 @@ class Folded:
     recorded: bool
     distances: dict[str, Distance]
     counts: dict[str, Counts]
-    warnings: tuple[str, ...]
+    inexact: tuple[str, ...]
 
     @property
-    def rounded_before(self) -> list[str]:
-        """The tensors whose values the conversion had rounded: their last places are not known any more."""
-        return [tensor.source.name for tensor in self.plan.tensors if not tensor.made and tensor.exactness == "rounds"]
+    def moved(self) -> list[tuple[str, Distance]]:
+        """The tensors whose copies have moved apart, the most moved first."""
+        found = [(name, distance) for name, distance in self.distances.items() if distance.apart]
+        return sorted(found, key=lambda item: -item[1].relative)
+
+    @property
+    def rounded(self) -> int:
+        """How many narrow values are not the exact mean over the factor."""
+        return sum(counts.rounded for counts in self.counts.values())
 
 
-def collapse(options: Options, told: str | None, progress: Callable[[int], None], warn: Callable[[str], None]) -> Folded:
+def collapse(
+    options: Options, told: str | None, progress: Callable[[int], None], warn: Callable[[str], None]
+) -> Folded:
     """Folds `options.input`, a wide checkpoint, and writes the narrow one to `options.output`.
 
     How it was widened is what `options` says, and for the rest its record, or that of the model `told`. `dtype` and
@@ -73,7 +82,7 @@ def collapse(options: Options, told: str | None, progress: Callable[[int], None]
         fold.recorded,
         {name: distances[name] for name, one in fold.folds.items() if one.copies},
         report.counts,
-        fold.job.warnings,
+        tuple(name for name, one in fold.folds.items() if one.inexact),
     )
 
 
@@ -211,9 +220,7 @@ def _doubts(record: Record | None, asked: Options, plan: Plan, wide: Checkpoint)
 # What is written.
 
 
-def _folds(
-    wide: Checkpoint, plan: Plan, options: Options, was: Was | None, faults: Faults
-) -> dict[str, Fold]:
+def _folds(wide: Checkpoint, plan: Plan, options: Options, was: Was | None, faults: Faults) -> dict[str, Fold]:
     """For each narrow tensor the wide ones it is folded from; with a fault for each that is not as the plan has it."""
     stored = {tensor.name: tensor for tensor in wide.tensors}
     sources = {tensor.source.name for tensor in plan.tensors}
@@ -249,7 +256,7 @@ def _target(tensor: TensorPlan, options: Options, was: Was | None) -> DType:
     if options.dtype:
         return STORED[options.dtype]
     old = was.type_of(tensor.source.name, tensor.pattern) if was else None
-    return STORED[old] if old in STORED else kind
+    return STORED.get(old or "", kind)
 
 
 def _remedy(tensor: TensorPlan, target: DType, gridded: bool) -> str | None:
@@ -292,9 +299,7 @@ def _recorded(wide: Checkpoint, record: Record | None, was: Was | None) -> Check
     return replace(wide, gguf=replace(wide.gguf, header=replace(header, values=values)))
 
 
-def _written(
-    plan: Plan, folds: Mapping[str, Fold], wide: ModelConfig, narrow: ModelConfig, was: Was | None
-) -> Plan:
+def _written(plan: Plan, folds: Mapping[str, Fold], wide: ModelConfig, narrow: ModelConfig, was: Was | None) -> Plan:
     """The narrow tensors as they are written, and what changes in the config."""
     tensors = []
     for name, fold in folds.items():

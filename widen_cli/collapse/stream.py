@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from widen_cli.collapse.places import Numbers, Places, places
 from widen_cli.dimensions import Copies, inverted, leaf_scales
 from widen_cli.dtypes import STORED, DType
 from widen_cli.errors import WidenError, printable
-from widen_cli.plan.result import TensorPlan
+from widen_cli.plan.narrowing import Header
+from widen_cli.plan.result import ROUNDS, TensorPlan
 from widen_cli.safetensors_file import StoredTensor
-from widen_cli.scales import Scale
+from widen_cli.scales import ONE, Scale
 from widen_cli.stream import BLOCK_BYTES, StoredBytes, Target, layout
 from widen_cli.transform import Counts
 
@@ -42,6 +44,14 @@ class Fold:
         """Whether the wide model holds values of the tensor more than once, or zeros beside them."""
         return len(self.wide) > 1 or any(growth.new != growth.old for growth in self.plan.growth or ())
 
+    @property
+    def inexact(self) -> bool:
+        """Whether the conversion had to round the values, coming from the type that is written now."""
+        if self.target.kind != self.plan.dtype.kind:
+            return False
+        narrow = Header(self.plan.source.name, self.target, self.plan.source.shape)
+        return replace(self.plan, source=narrow).exactness == ROUNDS
+
 
 @dataclass(frozen=True)
 class _Task:
@@ -49,7 +59,7 @@ class _Task:
 
     start: int
     stop: int
-    scale: Scale = Scale()
+    scale: Scale = ONE
     zero: bool = False
 
 
@@ -158,7 +168,7 @@ class _Work:
         result = np.empty((len(rows), len(self.fold.wide), self.new_bytes), np.uint8)
         cuts = np.flatnonzero(np.diff(rows, prepend=-2, append=-2) != 1)
         for at, stored in enumerate(self.fold.wide):
-            for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+            for begin, end in pairwise(cuts):
                 start, nbytes = stored.offset + int(rows[begin]) * self.new_bytes, int(end - begin) * self.new_bytes
                 data = np.frombuffer(stored.source.read(start, nbytes), np.uint8)
                 result[begin:end, at] = data.reshape(-1, self.new_bytes)
@@ -170,6 +180,7 @@ class _Work:
         sizes = tuple(growth.new for growth in self.layout.trailing)
         if kind.kind == "blocks":
             return dequantized(wide.reshape(-1, self.new_bytes), block_type(kind.name)).reshape(*wide.shape[:2], *sizes)
+        assert kind.numpy is not None
         return wide.view(kind.numpy).reshape(*wide.shape[:2], *sizes)
 
     def zero(self, wide: Array) -> Distance:
@@ -208,8 +219,9 @@ class _Work:
 
     def moved(self) -> WidenError:
         names = ", ".join(printable(stored.name) for stored in self.fold.wide[:2])
+        kind = self.fold.plan.dtype.name
         return WidenError(
-            f"tensor '{names}': its copies have moved apart, and {self.fold.plan.dtype.name} as it is stored has no mean; {self.fold.remedy}"
+            f"tensor '{names}': its copies have moved apart, and {kind} as it is stored has no mean; {self.fold.remedy}"
         )
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
