@@ -610,6 +610,41 @@ def test_an_adapter_alone(narrow: Path, tmp_path: Path) -> None:
     assert "a PEFT adapter and no model" in result.stderr
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "classification"])
+def test_an_adapter_with_its_base(kind: str, tmp_path: Path) -> None:
+    """Linear, Conv1D, and a task head that the base lacks; then what A and B make is folded by least squares."""
+    source = tmp_path / "base"
+    models.build("gpt2" if kind == "gpt2" else "llama", torch.float64).save_pretrained(source)
+    more: dict[str, Any] = {"target_modules": test_adapters.ALL[kind if kind in test_adapters.ALL else "llama"]}
+    if kind == "classification":
+        more |= {"task_type": "SEQ_CLS", "model_class": "LlamaForSequenceClassification"}
+    more |= test_adapters.FAN if kind == "gpt2" else {}
+    adapter = test_adapters.make_adapter(source, tmp_path / "adapter", **more)
+    widened(adapter, tmp_path / "wide", base=str(source), scaling="copy", factor=4)
+    folded = back(tmp_path / "wide", tmp_path / "back", base=str(source))
+    old, new = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "back"))
+    assert old.keys() == new.keys()
+    assert all(bits(old[name]) == bits(new[name]) for name in old)
+    assert (tmp_path / "back" / "adapter_config.json").read_bytes() == (adapter / "adapter_config.json").read_bytes()
+    assert len(folded.distances) > 10
+    file = tmp_path / "wide" / "adapter_model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    moved = load_file(file)
+    shaken(moved)
+    save_file(moved, file, metadata)
+    back(tmp_path / "wide", tmp_path / "moved", base=str(source))
+    given, found = load_file(file), load_file(tmp_path / "moved" / "adapter_model.safetensors")
+    part = "transformer.h.0.mlp.c_fc" if kind == "gpt2" else "model.layers.0.mlp.up_proj"
+    one, two = (
+        side[f"base_model.model.{part}.lora_B.weight"] @ side[f"base_model.model.{part}.lora_A.weight"]
+        for side in (found, given)
+    )
+    # Four copies each way, and what reads them takes a quarter of each: the nearest is four times the mean.
+    rows, columns = one.shape
+    torch.testing.assert_close(one, 4 * two.reshape(rows, 4, columns, 4).mean(dim=(1, 3)), rtol=1e-10, atol=1e-13)
+
+
 # The command line.
 
 

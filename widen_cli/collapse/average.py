@@ -23,6 +23,9 @@ from widen_cli.transform import Cast, Counts, scaled_values
 
 Array = npt.NDArray[Any]
 
+# Means of values of 32 bits or fewer: float64 numbers, to be computed with as such and not in a longer float.
+_MEANS = DType("means", 32, "float", "<f8")
+
 
 @dataclass(frozen=True)
 class Distance:
@@ -96,8 +99,10 @@ def folded(
     mean: Mean, trailing: tuple[Growth, ...], scale: Scale, held: DType, target: DType, offset: int, counts: Counts
 ) -> Array:
     """The old values, as the target's bits: the mean over the factor, rounded once. `trailing` holds inverse scales."""
-    values, source = (mean.first, held) if mean.means is None else (mean.means, STORED["F64"])
-    return scaled_values(values, trailing, scale, Cast(source, target, offset), counts)
+    if mean.means is None:
+        return scaled_values(mean.first, trailing, scale, Cast(held, target, offset), counts)
+    source = STORED["F64"] if held.bits > 32 else _MEANS
+    return scaled_values(mean.means, trailing, scale, Cast(source, target, offset), counts)
 
 
 def mean_of_divisors(wide: Array, factors: tuple[float, ...]) -> Mean:
@@ -154,7 +159,10 @@ def _square(values: Array, offset: int, mask: Array | None) -> float:
 
 def _apart(copy: Array, means: Array, always: Array, mask: Array | None, offset: int) -> Distance:
     number = copy.astype(np.float64)
-    apart = np.where(always, 0.0, number - means)
+    apart = number - means
+    if not np.isfinite(apart).all():
+        # Of the same infinities and NaNs the difference is no number.
+        apart = np.where(always, 0.0, apart)
     return _measured(*((apart, number + offset) if mask is None else (apart[mask], number[mask] + offset)))
 
 

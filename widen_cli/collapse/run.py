@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from widen_cli.adapters import refuse_alone
+from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
 from widen_cli.checkpoint import GGUF_RECORD, RECORD, Checkpoint, check_settings, open_checkpoint
 from widen_cli.collapse.average import Distance
 from widen_cli.collapse.stream import Fold, FoldStream
@@ -98,27 +98,53 @@ def _prepared(options: Options, told: str | None) -> _Prepared:
     if options.input == "-":
         raise WidenError("standard input: a pipe cannot be read in any order; name a file or a folder")
     with ExitStack() as refused, Faults() as faults:
-        # What --set says is of the narrow model.
-        wide = open_checkpoint(options.input, options.config, parse_settings(options.settings), options.strip_prefix)
+        wide = _opened(options)
         refused.callback(wide.close)
         if wide.sequential:
             raise WidenError(f"{printable(wide.name)}: a pipe cannot be read in any order; name a file or a folder")
         if wide.faults:
             raise WidenError(*wide.faults)
-        refuse_alone(wide)
-        prepared = _planned(options, replace(wide, config=wide.found_config), told, faults)
+        record = _record(options, wide, told)
+        making = _Making(
+            asked=replace(
+                record.again(replace(options, dtype=None, dequantize=None)) if record else options, named=False
+            ),
+            record=record,
+            was=record.was if record and not _says_growth(options) else None,
+        )
+        prepared = (_planned_adapter if wide.adapter else _planned)(options, wide, making, faults)
         if not faults.texts:
             refused.pop_all()
     return prepared
 
 
-def _planned(options: Options, wide: Checkpoint, told: str | None, faults: Faults) -> _Prepared:
-    record = _record(options, wide, told)
-    asked = replace(record.again(replace(options, dtype=None, dequantize=None)) if record else options, named=False)
+def _opened(options: Options) -> Checkpoint:
+    if options.base is not None:
+        return open_adapter(options.input, options.base)
+    # What --set says is of the narrow model.
+    wide = open_checkpoint(options.input, options.config, parse_settings(options.settings), options.strip_prefix)
+    try:
+        refuse_alone(wide)
+    except WidenError:
+        wide.close()
+        raise
+    return replace(wide, config=wide.found_config)
+
+
+@dataclass(frozen=True)
+class _Making:
+    """How the wide model was made: the options of it, the record that tells them, and what that knows of the narrow model."""
+
+    asked: Options
+    record: Record | None
+    was: Was | None
+
+
+def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults) -> _Prepared:
+    asked, was = making.asked, making.was
     choice = chosen_map(asked, wide)
     wide = replace(wide, config=wide.config.within(choice.section))
     check_settings(choice.architecture, wide.found_config, parse_settings(options.settings))
-    was = record.was if record and not _says_growth(options) else None
     kept = _kept_types(was, options)
     request = replace(_request(asked), root=choice.root)
     narrow = narrow_model(choice.architecture, wide.tensors, wide.config, request, _known(was, kept))
@@ -128,9 +154,37 @@ def _planned(options: Options, wide: Checkpoint, told: str | None, faults: Fault
         check_equal(wide, plan)
     config, warnings = settled(narrow, plan, wide.config, recorded=was is not None)
     config = _described(config, wide, folds, options, was)
-    source = _recorded(wide, record, was)
-    written = _written(plan, folds, wide.config, config, was)
-    directory = _is_directory(options)
+    # The planner tells the sizes that a wide model needs, which is what lies here.
+    told_by_plan = [text for text in plan.warnings if wide.config.present or "no config was found" not in text]
+    texts = (*choice.warnings, *_doubts(making, plan, wide), *warnings, *told_by_plan)
+    return _resolved(options, wide, making, plan, folds, config, texts, faults)
+
+
+def _planned_adapter(options: Options, wide: Checkpoint, making: _Making, faults: Faults) -> _Prepared:
+    """An adapter by its narrow base."""
+    assert options.base is not None
+    asked, was = making.asked, making.was
+    plan, texts = plan_with_base(
+        wide, options.base, asked.config, asked.map, asked.strip_prefix, _request(asked), back=True
+    )
+    folds = _folds(wide, plan, options, was if _kept_types(was, options) else None, faults)
+    return _resolved(options, wide, making, plan, folds, wide.config, (*texts, *_doubts(making, plan, wide)), faults)
+
+
+def _resolved(
+    options: Options,
+    wide: Checkpoint,
+    making: _Making,
+    plan: Plan,
+    folds: dict[str, Fold],
+    config: ModelConfig,
+    warnings: tuple[str, ...],
+    faults: Faults,
+) -> _Prepared:
+    """The files that are written, with a fault for whatever speaks against them."""
+    source = _recorded(wide, making.record, making.was)
+    written = _written(plan, folds, wide.config, config, making.was)
+    directory = options.output.endswith("/") or os.path.isdir(options.input)
     target = config_target_of(options, wide, directory)
     check_targets(options, wide, target, directory, faults)
     sidecars = {file: {key: Fraction(1, by) for key, by in keys.items()} for file, keys in plan.sidecars.items()}
@@ -139,16 +193,9 @@ def _planned(options: Options, wide: Checkpoint, told: str | None, faults: Fault
     with faults.collecting():
         check_parts(options, source, shards, directory)
         check_room(options, shards)
-    # The planner tells the sizes that a wide model needs, which is what lies here.
-    told_by_plan = [text for text in plan.warnings if wide.config.present or "no config was found" not in text]
-    texts = (*wide.warnings, *choice.warnings, *_doubts(record, asked, plan, wide), *warnings, *told_by_plan)
-    texts += unsaved(written, wide, target, options, directory)
+    texts = (*wide.warnings, *warnings, *unsaved(written, wide, target, options, directory))
     job = Job(options, source, written, shards, config, target, directory, companions, texts)
-    return _Prepared(job, plan, folds, record is not None)
-
-
-def _is_directory(options: Options) -> bool:
-    return options.output.endswith("/") or os.path.isdir(options.input)
+    return _Prepared(job, plan, folds, making.record is not None)
 
 
 # How it was widened.
@@ -210,10 +257,11 @@ def _kept_types(was: Was | None, options: Options) -> bool:
     return was is not None and not asked and all(name in STORED for name in was.types.values())
 
 
-def _doubts(record: Record | None, asked: Options, plan: Plan, wide: Checkpoint) -> tuple[str, ...]:
-    name = printable(wide.name)
-    if record is None and asked.scaling == "auto":
-        return (f"{name}: nothing records its scaling, taken as {plan.mode}; say --scaling if it was another",)
+def _doubts(making: _Making, plan: Plan, wide: Checkpoint) -> tuple[str, ...]:
+    if making.record is None and making.asked.scaling == "auto":
+        return (
+            f"{printable(wide.name)}: nothing records its scaling, taken as {plan.mode}; say --scaling if it was another",
+        )
     return ()
 
 

@@ -26,6 +26,9 @@ from widen_cli.transform import Counts
 
 Array = npt.NDArray[Any]
 
+# Of wide rows at a time: small enough that the numbers in float64 that are made of them stay in a core's cache.
+_WIDE_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Fold:
@@ -136,7 +139,7 @@ class _Work:
             for start in range(0, stored.nbytes, BLOCK_BYTES):
                 yield _Task(start, min(start + BLOCK_BYTES, stored.nbytes))
             return
-        step = max(1, BLOCK_BYTES // max(1, self.new_bytes * len(self.rows.copies) * len(self.fold.wide)))
+        step = max(1, _WIDE_BYTES // max(1, self.new_bytes * len(self.rows.copies) * len(self.fold.wide)))
         for start, stop, scale in self.rows.parts:
             for row in range(start, stop, step):
                 yield _Task(row, min(row + step, stop), scale)

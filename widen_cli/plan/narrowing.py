@@ -190,6 +190,17 @@ def config_changes(wide: ModelConfig, narrow: ModelConfig, keys: Iterable[str]) 
 # The tensors.
 
 
+def divided_shapes(
+    architecture: ArchitectureMap,
+    tensors: Sequence[StoredHeader],
+    told: ModelConfig,
+    factors: Mapping[str, int],
+    request: PlanRequest,
+) -> list[tuple[int, ...]]:
+    """The narrow shape of each tensor, its own where no rule names it. Raises WidenError for sizes that are no multiples."""
+    return [header.shape for header in _Headers(architecture, tensors, told, factors, request).all()]
+
+
 class _Headers:
     def __init__(
         self,
