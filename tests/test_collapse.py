@@ -543,6 +543,35 @@ def test_a_config_that_was_changed_since(narrow: Path, tmp_path: Path) -> None:
     assert config(tmp_path / "back") == config(narrow) | {"rms_norm_eps": 0.004}
 
 
+def test_settings_and_sidecars(narrow: Path, tmp_path: Path) -> None:
+    """What --set said is recorded too: it goes out of a config again, or stands in for one; a stated width is divided."""
+    values = config(narrow)
+    widened(narrow, tmp_path / "wide", settings=("tie_word_embeddings=true", "rms_norm_eps=0.01"), scaling="sum")
+    assert config(tmp_path / "wide")["rms_norm_eps"] == 0.04
+    back(tmp_path / "wide", tmp_path / "back")
+    assert config(tmp_path / "back") == values
+    (narrow / "config.json").unlink()
+    said = tuple(f"{key}={values[key]}" for key in ("num_attention_heads", "num_key_value_heads"))
+    grow = "hidden=2,intermediate=4,heads=2,kv_heads=1"
+    widened(narrow, tmp_path / "bare", settings=said, grow=grow, map="llama", scaling="copy")
+    folded = collapse(
+        Options(str(tmp_path / "bare"), str(tmp_path / "b")), None, lambda nbytes: None, lambda text: None
+    )
+    old, new = tensors(narrow), tensors(tmp_path / "b")
+    assert folded.inexact == ()
+    assert all(bits(old[name]) == bits(new[name]) for name in old)
+    source = tmp_path / "encoder"
+    models.build("bert", torch.float32).save_pretrained(source)
+    (source / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 36, "pooling_mode_mean_tokens": True}
+    (source / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (source / "README.md").write_text("mine\n")
+    widened(source, tmp_path / "encoder-wide", scaling="copy")
+    back(tmp_path / "encoder-wide", tmp_path / "encoder-back")
+    assert json.loads((tmp_path / "encoder-back" / "1_Pooling" / "config.json").read_text()) == pooling
+    assert (tmp_path / "encoder-back" / "README.md").read_text() == "mine\n"
+
+
 # Refusals.
 
 
@@ -607,7 +636,9 @@ def test_an_adapter_alone(narrow: Path, tmp_path: Path) -> None:
     adapter = test_adapters.make_adapter(narrow, tmp_path / "adapter", target_modules=["q_proj"])
     result = command("collapse", adapter, tmp_path / "out", "--factor", "2")
     assert result.exit_code == 1
-    assert "a PEFT adapter and no model" in result.stderr
+    assert result.stderr.endswith(
+        "a LoRA adapter and no model; merge it into its base first, or give its base with --base\n"
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "classification"])

@@ -71,7 +71,8 @@ def places(growth: Growth) -> Places:
     counts = np.bincount(origin[held], minlength=growth.old)
     first = np.cumsum(counts) - counts
     most = int(counts.max(initial=0))
-    copies = np.stack([order[first + np.where(counts > copy, copy, 0)] for copy in range(most)])
+    copies = np.array([order[first + np.where(counts > copy, copy, 0)] for copy in range(most)], np.int64)
+    copies = copies.reshape(most, growth.old)
     return Places(copies, counts, np.flatnonzero(zero), _parts([run for run in found if not run.again]))
 
 

@@ -121,8 +121,8 @@ def _prepared(options: Options, told: str | None) -> _Prepared:
 def _opened(options: Options) -> Checkpoint:
     if options.base is not None:
         return open_adapter(options.input, options.base)
-    # What --set says is of the narrow model.
-    wide = open_checkpoint(options.input, options.config, parse_settings(options.settings), options.strip_prefix)
+    # Settings tell the narrow model and are no part of this one; but what is recorded may do without a config.
+    wide = open_checkpoint(options.input, options.config, {"model_type": None}, options.strip_prefix)
     try:
         refuse_alone(wide)
     except WidenError:
