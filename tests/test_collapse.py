@@ -232,6 +232,7 @@ def test_every_element_type(dtype: torch.dtype, tmp_path: Path) -> None:
         lost = {name for name, counts in report.counts.items() if counts.rounded}
         assert set(differing(tmp_path / "narrow", tmp_path / f"back{number}")) <= lost
         assert folded.moved == []
+        assert lost <= set(folded.uncertain)
         # Half of the smallest number of a type is none of its numbers; sum halves no matrix.
         assert bool(lost) == (mode == "copy" and dtype in (torch.float16, torch.float8_e4m3fn))
 
@@ -506,6 +507,19 @@ def test_without_a_record(variant: str, options: dict[str, Any], tmp_path: Path)
     assert found <= {*folded.inexact, *(config(tmp_path / "wide").keys() - config(source).keys())}
     before = models.outputs(source, torch.float64)
     assert models.relative_error(before, models.outputs(tmp_path / "back", torch.float64)) < 1e-6
+
+
+def test_what_torch_saved(narrow: Path, tmp_path: Path) -> None:
+    """A state dict of a training loop, transposed views and all."""
+    widened(narrow, tmp_path / "wide", scaling="sum")
+    state = {
+        name: value.t().contiguous().t() if value.dim() == 2 else value
+        for name, value in tensors(tmp_path / "wide").items()
+    }
+    (tmp_path / "wide" / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "wide" / "pytorch_model.bin")
+    back(tmp_path / "wide", tmp_path / "back", factor=2, scaling="sum")
+    assert differing(narrow, tmp_path / "back") == []
 
 
 def test_the_record_of_the_model_as_it_was(narrow: Path, tmp_path: Path) -> None:

@@ -55,6 +55,10 @@ def _roundings(folded: Folded) -> str:
         parts.append(
             f"the conversion rounded {len(folded.inexact)} tensors, whose last places may differ from the first model's"
         )
+    if folded.uncertain:
+        parts.append(
+            f"small values of {len(folded.uncertain)} tensors may have been lost to their type in the conversion"
+        )
     return "; ".join(parts)
 
 
@@ -80,6 +84,7 @@ def _values(folded: Folded, name: str) -> dict[str, Any]:
         "largest": _finite(found.largest),
         "rounded": folded.counts[name].rounded,
         "rounded_by_conversion": name in folded.inexact,
+        "small_values_uncertain": name in folded.uncertain,
     }
 
 

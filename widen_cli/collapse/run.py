@@ -24,6 +24,7 @@ from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
 from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
+from widen_cli.plan.result import DEPENDS, ROUNDS
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
@@ -40,7 +41,8 @@ class Folded:
     """What a run did: for each narrow tensor that has copies how far these are apart, and what was rounded on the way back.
 
     `plan` is the one that widens the narrow model; `recorded`: its making was read from a record. `inexact` are the tensors
-    whose values the conversion had to round, so that their last places cannot come back for certain.
+    whose values the conversion had to round, so that their last places cannot come back for certain, `uncertain` those in
+    whose type of small range it may have lost small values.
     """
 
     options: Options
@@ -49,6 +51,7 @@ class Folded:
     distances: dict[str, Distance]
     counts: dict[str, Counts]
     inexact: tuple[str, ...]
+    uncertain: tuple[str, ...]
 
     @property
     def moved(self) -> list[tuple[str, Distance]]:
@@ -82,7 +85,10 @@ def collapse(
         fold.recorded,
         {name: distances[name] for name, one in fold.folds.items() if one.copies},
         report.counts,
-        tuple(name for name, one in fold.folds.items() if one.inexact),
+        *(
+            tuple(name for name, one in fold.folds.items() if one.exactness == exactness)
+            for exactness in (ROUNDS, DEPENDS)
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from widen_cli.dimensions import Copies, inverted, leaf_scales
 from widen_cli.dtypes import STORED, DType
 from widen_cli.errors import WidenError, printable
 from widen_cli.plan.narrowing import Header
-from widen_cli.plan.result import ROUNDS, TensorPlan
+from widen_cli.plan.result import DEPENDS, EXACT, TensorPlan
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.scales import ONE, Scale
 from widen_cli.stream import BLOCK_BYTES, StoredBytes, Target, layout
@@ -48,12 +48,17 @@ class Fold:
         return len(self.wide) > 1 or any(growth.new != growth.old for growth in self.plan.growth or ())
 
     @property
-    def inexact(self) -> bool:
-        """Whether the conversion had to round the values, coming from the type that is written now."""
+    def exactness(self) -> str:
+        """How exactly the conversion had kept the values, coming from the type that is written now; as of a TensorPlan.
+
+        What it does to a type with a small range matters where it makes values smaller.
+        """
         if self.target.kind != self.plan.dtype.kind:
-            return False
+            return EXACT
         narrow = Header(self.plan.source.name, self.target, self.plan.source.shape)
-        return replace(self.plan, source=narrow).exactness == ROUNDS
+        plan = replace(self.plan, source=narrow)
+        shrinks = any(float(scale) < 1 for scale in plan.scales)
+        return EXACT if plan.exactness == DEPENDS and not shrinks else plan.exactness
 
 
 @dataclass(frozen=True)
