@@ -24,6 +24,7 @@ import pytest
 import test_adapters
 import test_fp8
 import test_gguf_families
+import test_gguf_rotary
 import torch
 from click.testing import CliRunner, Result
 from gguf import GGMLQuantizationType as Kind
@@ -196,6 +197,26 @@ def same_gguf(one: Path, other: Path, rounded: set[str]) -> None:
             np.testing.assert_allclose(found.values(), tensor.values(), rtol=2e-3)
         else:
             assert np.array_equal(found.rows, tensor.rows), name
+
+
+@pytest.mark.parametrize("way", ["spread", "theta", "frequencies"])
+@pytest.mark.parametrize("name", ["llama", "llama-freqs", "llama-scales"])
+def test_tensors_that_the_conversion_made_go_again(name: str, way: str, tmp_path: Path) -> None:
+    """Divisors of frequencies, and scalars that take what blocks would round: made, or multiplied where they were stored."""
+    family = replace(test_gguf_rotary.OWN[name], sizes=replace(test_gguf_rotary.LLAMA.sizes, hidden=64, inner=96))
+    source = test_gguf_rotary.write(tmp_path / "in.gguf", family, {r"attn_[qk]\.weight": Kind.Q4_0})
+    report = widened(source, tmp_path / "wide.gguf", grow="head_dim=2", rope=way, scaling="copy")
+    made = {tensor.source.name for tensor in report.job.plan.tensors if tensor.made}
+    assert ("rope_freqs.weight" in made) == (way == "frequencies" and name != "llama-freqs")
+    assert any(made_name.endswith("attn_k.scale") for made_name in made) == (name != "llama-scales")
+    folded = back(tmp_path / "wide.gguf", tmp_path / "back.gguf")
+    assert not made & folded.counts.keys()
+    same_gguf(source, tmp_path / "back.gguf", set(folded.inexact))
+    # What was multiplied by a root comes back but for its last place: biases, and scalars that were there before.
+    assert all(re.search(r"attn_k\.(bias|scale)|rope_freqs", name) for name in folded.inexact)
+    for key in folded.inexact:
+        old, new = (gguf_oracle.read(tmp_path / file).tensors[key].values() for file in ("in.gguf", "back.gguf"))
+        np.testing.assert_allclose(new, old, rtol=2e-7)
 
 
 QUANTISED = [

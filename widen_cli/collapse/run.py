@@ -79,16 +79,15 @@ def collapse(
     stream = FoldStream(fold.folds, options.threads)
     report = run(fold.job, progress, stream)
     distances = stream.distances
+    kept = {name: one.exactness for name, one in fold.folds.items()}
     return Folded(
         options,
         fold.plan,
         fold.recorded,
         {name: distances[name] for name, one in fold.folds.items() if one.copies},
         report.counts,
-        *(
-            tuple(name for name, one in fold.folds.items() if one.exactness == exactness)
-            for exactness in (ROUNDS, DEPENDS)
-        ),
+        tuple(name for name, exactness in kept.items() if exactness == ROUNDS),
+        tuple(name for name, exactness in kept.items() if exactness == DEPENDS),
     )
 
 
