@@ -81,7 +81,7 @@ def config(model: Path) -> dict[str, Any]:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def differing(one: Path, other: Path) -> list[str]:
@@ -125,6 +125,7 @@ ROUND_TRIPS = {
     "gpt2": ("quiet", "factor=2", None),
     "gpt2_inner": ("sum", "factor=4", None),
     "llama": ("orthogonal", "factor=4", None),
+    "llama_tied": ("orthogonal", "factor=2", None),
     "llama_headdim": ("quiet", "hidden=2,intermediate=3,heads=4,kv_heads=2", None),
     "llama3_rope": ("copy", "head_dim=2", "theta"),
     "mistral": ("sum", "hidden=2,head_dim=4", "spread"),
@@ -135,13 +136,14 @@ def cases() -> Iterator[Any]:
     """For every family one of its variants in turn, in a mode that it has."""
     modes = ("copy", "sum", "quiet", "orthogonal")
     for number, family in enumerate(FAMILIES[::2]):
-        variants = list(family.variants)
+        # A tie rules out modes that are written down only where test_families meets them.
+        variants = [name for name in family.variants if not name.endswith("_tied")]
         variant = variants[number % len(variants)]
-        # What a mode refuses is written down for these growths.
+        # What a mode refuses is written down for what test_families runs.
         growth = family.growths[0] if variant == variants[0] and family.growths else "factor=2"
         exact = [mode for mode in modes if family.refusal(variant, mode, growth) is None]
         if exact:
-            mode = exact[number % len(exact)]
+            mode = exact[number % len(exact)] if variant == variants[0] else exact[0]
             yield pytest.param(family.variants[variant], mode, growth, None, id=f"{variant}-{mode}-{growth}")
     for name, (mode, growth, rope) in ROUND_TRIPS.items():
         yield pytest.param(models.VARIANTS[name], mode, growth, rope, id=f"{name}-{mode}-{growth}-{rope}")
