@@ -117,7 +117,8 @@ def test_documented_map_is_a_map(tmp_path: Path) -> None:
 
 def test_exit_codes_and_options_are_those_of_the_help(tmp_path: Path) -> None:
     helped = shell(
-        "widen-ckpt --help; widen-ckpt convert --help; widen-ckpt verify --help; widen-ckpt maps --help", tmp_path
+        "widen-ckpt --help; widen-ckpt convert --help; widen-ckpt verify --help; widen-ckpt collapse --help; widen-ckpt maps --help",
+        tmp_path,
     ).stdout
     for option in set(re.findall(r"`?(--[a-z][a-z-]+)", README)) - {"--megabytes", "--outtype", "--outfile"}:
         assert option in helped, option

@@ -14,6 +14,7 @@ from widen_cli.hf_directory import open_directory
 from widen_cli.plan import Plan, PlanRequest
 from widen_cli.plan.adapters import PREFIX, Adapter, Base, is_lora, plan_adapter
 from widen_cli.plan.match import LORA
+from widen_cli.plan.narrow_adapters import narrow_adapter
 from widen_cli.safetensors_file import read_header
 from widen_cli.sources import FileSource
 
@@ -56,9 +57,11 @@ def plan_with_base(
     map_option: str | None,
     prefix: str | None,
     request: PlanRequest,
+    back: bool = False,
 ) -> tuple[Plan, tuple[str, ...]]:
     """An adapter's plan by that of its base, the model `given`, and warnings; the other options are those of the base.
 
+    `back`: the adapter is a wide one, and the plan is that of the narrow one that it was made of.
     Raises WidenError with every fault of either.
     """
     if adapter.faults:
@@ -76,9 +79,12 @@ def plan_with_base(
             raise WidenError(*base.faults)
         request = replace(request, file=base.name, root=choice.root)
         narrow = Base(choice.architecture, base.tensors, base.config.within(choice.section), request)
-        plan = plan_adapter(Adapter(adapter.name, adapter.tensors, values), narrow)
+        wanted = Adapter(adapter.name, adapter.tensors, values)
+        plan = plan_adapter(replace(wanted, tensors=narrow_adapter(wanted, narrow)) if back else wanted, narrow)
     finally:
         base.close()
+    if back:
+        return plan, (*base.warnings, *choice.warnings)
     pointed = (
         f" names '{printable(str(values['base_model_name_or_path']))}' and"
         if values.get("base_model_name_or_path")

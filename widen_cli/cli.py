@@ -17,6 +17,10 @@ from tqdm import tqdm
 
 from widen_cli import __version__
 from widen_cli.checkpoint import open_checkpoint
+from widen_cli.collapse import collapse
+from widen_cli.collapse.options import checked, collapse_options
+from widen_cli.collapse.report import as_json as as_values
+from widen_cli.collapse.report import summary, table
 from widen_cli.conversion_options import conversion_options, readable
 from widen_cli.convert import Job, Report, prepare, run
 from widen_cli.demo import demonstration
@@ -351,6 +355,36 @@ def _tell(found: Verification, options: Options, quiet: int, told: bool = False)
         click.echo(line, err=True)
     if len(lines) > FAULT_LINES:
         click.echo(f"... and {len(lines) - FAULT_LINES} more differences", err=True)
+
+
+@cli.command("collapse")
+@click.argument("wide", metavar="WIDE")
+@click.argument("narrow", metavar="NARROW")
+@collapse_options
+@reporting
+def collapse_command(wide: str, narrow: str, record: str | None, as_json: bool, quiet: int, **given: Any) -> None:
+    """Fold the widened checkpoint WIDE back into a narrow one, NARROW: the copies of each value are averaged.
+
+    Of a model that was not trained since, NARROW is what was widened, bit for bit where nothing was rounded. WIDE records how it
+    was made; options are needed only where it does not. --dtype and --dequantize are the types to write. Prints how far the
+    copies have moved apart.
+    """
+    if as_json and is_stream(narrow):
+        raise click.UsageError("--json prints on stdout, where NARROW goes too; name a file for NARROW")
+    options = _options({"input": wide, "output": narrow, **checked(given)})
+    with _bar(None, quiet) as advance:
+        folded = collapse(options, record, advance, lambda text: _warn(text, quiet))
+    if as_json:
+        click.echo(json.dumps(as_values(folded), indent=2))
+    for line in table(folded) if not as_json else ():
+        click.echo(line, err=is_stream(narrow))
+    if quiet == 0:
+        click.echo(summary(folded), err=True)
+
+
+def _warn(text: str, quiet: int) -> None:
+    if quiet < 2:
+        click.echo(f"warning: {text}", err=True)
 
 
 @cli.command()

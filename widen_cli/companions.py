@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from fractions import Fraction
 from pathlib import Path
 
 from widen_cli.checkpoint import Checkpoint
@@ -13,12 +14,12 @@ from widen_cli.errors import Faults, WidenError, printable
 
 
 def companions_of(
-    checkpoint: Checkpoint, given: str, output: str, sidecars: Mapping[str, Mapping[str, int]]
+    checkpoint: Checkpoint, given: str, output: str, sidecars: Mapping[str, Mapping[str, int | Fraction]]
 ) -> dict[str, Path | bytes]:
     """What lies beside the weights: files to copy, and sidecars that state a width with the new one.
 
-    `sidecars` gives for a file pattern the factors of the widths it states. An output folder inside the input's is no part
-    of the model. Raises WidenError for what would not fit the wide model.
+    `sidecars` gives for a file pattern the factors of the widths it states, fractions on the way back. An output folder
+    inside the input's is no part of the model. Raises WidenError for what would not fit the wide model.
     """
     if checkpoint.directory is None:
         return {}
@@ -49,11 +50,15 @@ def _refuse_weighted_modules(folder: Path) -> None:
                 )
 
 
-def _grown_sidecar(path: Path, grown: Mapping[str, int]) -> bytes:
+def _grown_sidecar(path: Path, grown: Mapping[str, int | Fraction]) -> bytes:
     values = read_json(path, "a sidecar config")
     if not isinstance(values, dict):
         raise WidenError(
             f"{printable(str(path))}: a sidecar config is a JSON object, this is a {type(values).__name__}"
         )
     widths = {key: values[key] * factor for key, factor in grown.items() if isinstance(values.get(key), int)}
+    for key, width in widths.items():
+        if width != int(width):
+            raise WidenError(f"{printable(str(path))}: {key} is {values[key]}, no multiple of what it grows by")
+    widths = {key: int(width) for key, width in widths.items()}
     return ModelConfig({**values, **widths}, str(path)).to_bytes()

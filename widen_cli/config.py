@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ class ModelConfig:
         """A copy with dotted keys set; keys keep their place, new ones come last."""
         changed = copy.deepcopy(self.values)
         for key, value in values.items():
-            *path, last = [key] if key in changed and not self.inside else key.split(".")
-            if self.inside and (key not in changed or key in changed[self.inside]):
-                path = [self.inside, *path]
+            *path, last = self._path(changed, key)
             inner = changed
             for part in path:
                 inner = inner.setdefault(part, {})
@@ -62,6 +61,21 @@ class ModelConfig:
                     )
             inner[last] = value
         return ModelConfig(changed, self.name, self.present, self.per_layer, self.inside)
+
+    def without(self, keys: Iterable[str]) -> ModelConfig:
+        """A copy without these dotted keys, and without a section that held nothing else."""
+        changed = copy.deepcopy(self.values)
+        for key in keys:
+            path = self._path(changed, key)
+            while path and isinstance(section := _reached(changed, ".".join(path[:-1])) if path[1:] else changed, dict):
+                section.pop(path[-1], None)
+                path = [] if section else path[:-1]
+        return ModelConfig(changed, self.name, self.present, self.per_layer, self.inside)
+
+    def _path(self, values: dict[str, Any], key: str) -> list[str]:
+        """Where a key stands, or would: the names on the way to it."""
+        path = [key] if key in values and not self.inside else key.split(".")
+        return [self.inside, *path] if self.inside and (key not in values or key in values[self.inside]) else path
 
     def to_bytes(self) -> bytes:
         """The JSON file: two spaces, keys in the order found, `Infinity` and `NaN` as Python and transformers write them."""

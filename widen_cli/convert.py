@@ -32,12 +32,12 @@ from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.match import StoredHeader
 from widen_cli.plan.result import EXACT, ConfigChange, Ones, Twin
 from widen_cli.plan.written import WrittenTypes
-from widen_cli.records import Record
+from widen_cli.records import Record, Was
 from widen_cli.resuming import identity_of, resumed, to_resume
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.shards import Shard, output_shards
 from widen_cli.sources import HashingSource, HeldSource
-from widen_cli.stream import BLOCK_BYTES, Target, TensorStream, Writer
+from widen_cli.stream import BLOCK_BYTES, Stream, Target, TensorStream, Writer
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
 from widen_cli.transform import Counts
 
@@ -134,7 +134,7 @@ def _planned(
         )
         return _recorded(options, checkpoint, plan, None), plan, told
     refuse_alone(checkpoint)
-    choice = _chosen(options, checkpoint)
+    choice = chosen_map(options, checkpoint)
     architecture, request = choice.architecture, replace(request, root=choice.root)
     checkpoint = replace(checkpoint, config=checkpoint.config.within(choice.section))
     with faults.collecting():
@@ -144,11 +144,11 @@ def _planned(
         raise WidenError(*checkpoint.faults)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
     plan = _described(plan, checkpoint, options)
-    _check_equal(checkpoint, plan)
+    check_equal(checkpoint, plan)
     return _recorded(options, checkpoint, plan, architecture), plan, choice.warnings
 
 
-def _chosen(options: Options, checkpoint: Checkpoint) -> Choice:
+def chosen_map(options: Options, checkpoint: Checkpoint) -> Choice:
     """The map to go by; where an output is derived again, the one that it was made by."""
     if options.recorded_map is None:
         return choose_map(checkpoint, options.map)
@@ -160,7 +160,11 @@ def _chosen(options: Options, checkpoint: Checkpoint) -> Choice:
 
 def _recorded(options: Options, checkpoint: Checkpoint, plan: Plan, architecture: ArchitectureMap | None) -> Checkpoint:
     """The input with the record of this run in the metadata that is carried over."""
-    record = Record.of(options, plan, architecture, checkpoint.record)
+    found = checkpoint.found_config.within(checkpoint.config.inside)
+    # A GGUF's metadata take no settings.
+    settings = () if checkpoint.gguf else parse_settings(options.settings)
+    was = Was.of(plan, found, _changed_config(checkpoint.config, plan), settings)
+    record = Record.of(options, plan, architecture, checkpoint.record, was)
     return checkpoint.with_record(record.text)
 
 
@@ -213,7 +217,7 @@ def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:
     return replace(plan, config=config, warnings=(*plan.warnings, *warnings))
 
 
-def _check_equal(checkpoint: Checkpoint, plan: Plan) -> None:
+def check_equal(checkpoint: Checkpoint, plan: Plan) -> None:
     """Two stored copies of one tied weight have to hold the same values, or the loader decides which of them counts."""
     stored = {tensor.name: tensor for tensor in checkpoint.tensors}
     for head, table in plan.equal_pairs:
@@ -250,9 +254,10 @@ def _changed_config(config: ModelConfig, plan: Plan) -> ModelConfig:
     return config.with_values({change.key: change.new for change in plan.config})
 
 
-def run(job: Job, progress: Progress) -> Report:
-    """Carries a job out. Nothing stands at the target before all of it is written; raises WidenError when the system refuses."""
-    stream = TensorStream(job.options.threads)
+def run(job: Job, progress: Progress, stream: Stream | None = None) -> Report:
+    """Carries a job out, by `stream` if it is not to be widened. Nothing stands at the target before all of it is written;
+    raises WidenError when the system refuses."""
+    stream = stream or TensorStream(job.options.threads)
     writing = _Writing(job, stream, progress)
     try:
         if job.directory:
@@ -295,7 +300,7 @@ def _ones(header: StoredHeader | Ones) -> StoredTensor:
 class _Writing:
     """The tensors of one run on their way: what is read of the input is kept track of over all output files."""
 
-    def __init__(self, job: Job, stream: TensorStream, progress: Progress) -> None:
+    def __init__(self, job: Job, stream: Stream, progress: Progress) -> None:
         self.job = job
         self.stream = stream
         self.progress = progress

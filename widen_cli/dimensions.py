@@ -89,6 +89,15 @@ def scaled(growth: Growth, scale: Scale) -> Growth:
     return replace(growth, scale=scale)
 
 
+def inverted(growth: Growth) -> Growth:
+    """The same growth with the inverse of every scale."""
+    if isinstance(growth, Laid):
+        return Laid(tuple(inverted(part) for part in growth.parts))
+    if growth.inner is not None:
+        return replace(growth, inner=inverted(growth.inner))
+    return replace(growth, scale=growth.scale**-1)
+
+
 def silent(growth: Growth) -> bool:
     """Whether some of the copies are zero."""
     if isinstance(growth, Laid):

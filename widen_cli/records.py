@@ -6,12 +6,15 @@ twice gives the same bytes.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from widen_cli import __version__
+from widen_cli.config import ModelConfig
 from widen_cli.errors import WidenError, printable
 from widen_cli.map_file import document_text
 from widen_cli.map_rules import ArchitectureMap
@@ -38,10 +41,66 @@ class Said(BaseModel):
     untie: bool = False
 
 
+class Was(BaseModel):
+    """What of the narrow model the wide one does not tell any more, for the way back.
+
+    `config` holds the old values of config keys that changed, `added` the keys that are new, `types` the old types of
+    tensors that are written in another, by the pattern of their names or by their name, `made` tensors that are new.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    config: dict[str, Any] = {}
+    added: list[str] = []
+    types: dict[str, str] = {}
+    made: list[str] = []
+
+    @classmethod
+    def of(cls, plan: Plan, old: ModelConfig, new: ModelConfig, settings: Iterable[str] = ()) -> Self:
+        """What a plan changes in a model whose config is `old`, and what the `settings` did; `new` is the config with both."""
+        keys = dict.fromkeys([*settings, *(change.key for change in plan.config)]) if old.present else {}
+        changed = {key: old.get(key) for key in keys if key in old and old.get(key) != new.get(key)}
+        return cls(
+            config={key: value for key, value in changed.items() if _storable(value)},
+            added=[key for key in keys if key not in old],
+            types=_types(plan),
+            made=[tensor.source.name for tensor in plan.tensors if tensor.made],
+        )
+
+    def type_of(self, name: str, pattern: str) -> str | None:
+        """The old type of a tensor, None where it was the one it has."""
+        return self.types.get(name, self.types.get(pattern))
+
+
+def _storable(value: Any) -> bool:
+    """Whether JSON holds a value: no NaN, no half of a surrogate pair."""
+    try:
+        return bool(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+    except ValueError:
+        return False
+
+
+def _types(plan: Plan) -> dict[str, str]:
+    """The old types of tensors that change theirs: by pattern where all of a pattern are alike."""
+    found: dict[str, dict[str, str]] = {}
+    for tensor in plan.tensors:
+        if not tensor.made:
+            found.setdefault(tensor.pattern, {})[tensor.source.name] = tensor.source.dtype.name
+    retyped = {tensor.source.name for tensor in plan.tensors if not tensor.made and tensor.source.dtype != tensor.dtype}
+    types: dict[str, str] = {}
+    for pattern, old in found.items():
+        if retyped >= old.keys() and len({*old.values()}) == 1:
+            types[pattern] = next(iter(old.values()))
+        else:
+            types |= {name: kind for name, kind in old.items() if name in retyped}
+    return types
+
+
 class Record(BaseModel):
     """A conversion: the tool's version, what was said, what every axis grew by, and the map's whole text.
 
-    `own_map`: the map was given with --map. `before` is the record of the input, where that was widened too.
+    `own_map`: the map was given with --map. `before` is the record of the input, where that was widened too; `was` is what
+    the way back needs, None in records of versions that knew no way back.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -52,9 +111,12 @@ class Record(BaseModel):
     map: str | None = None
     own_map: bool = False
     before: Record | None = None
+    was: Was | None = None
 
     @classmethod
-    def of(cls, options: Options, plan: Plan, architecture: ArchitectureMap | None, before: str | None) -> Self:
+    def of(
+        cls, options: Options, plan: Plan, architecture: ArchitectureMap | None, before: str | None, was: Was
+    ) -> Self:
         """The record of a planned run; `before` is the text of the input's."""
         said: dict[str, Any] = {name: getattr(options, name) for name in Said.model_fields}
         said |= {"scaling": plan.mode, "settings": list(options.settings)}
@@ -67,6 +129,7 @@ class Record(BaseModel):
             map=document_text(architecture.merged) if architecture else None,
             own_map=options.map is not None,
             before=None if before is None else _parsed(before),
+            was=was,
         )
 
     @property

@@ -58,6 +58,15 @@ class Target:
     offset: int
 
 
+class Stream(Protocol):
+    """Carries tensors out, one after the other; see TensorStream."""
+
+    def run(self, plan: TensorPlan, stored: StoredBytes, targets: Sequence[Target], forward_only: bool) -> Counts: ...
+    def finish(self) -> None: ...
+    def abandon(self) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Block:
     """A piece of one run: rows [run.start, run.stop), written from row `row` on."""

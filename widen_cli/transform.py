@@ -218,7 +218,7 @@ def widened_rows(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: 
     `rows` is [n, *old sizes of trailing]; the result holds the target's bits, [n, *new sizes of trailing].
     `scale` is the factor that belongs to the rows themselves.
     """
-    bits = _scaled(rows, trailing, scale, cast, counts)
+    bits = scaled_values(rows, trailing, scale, cast, counts)
     if all(growth.old == growth.new for growth in trailing):
         return bits
     for axis, growth in enumerate(trailing, start=1):
@@ -235,7 +235,7 @@ def times_copies(bits: Array, factors: tuple[float, ...], counts: Counts) -> Arr
     return np.asarray((values * np.array(factors)).astype(np.float32).view(bits.dtype).reshape(bits.shape))
 
 
-def _scaled(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: Cast, counts: Counts) -> Array:
+def scaled_values(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: Cast, counts: Counts) -> Array:
     """The rows' values times the product of all their leaves' scales."""
     leaves = [list(_leaves(growth)) for growth in trailing]
     if all(len({leaf.scale for leaf in axis}) <= 1 for axis in leaves):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from widen_cli.blocks.codes import Access, Coder, Field, coders
-from widen_cli.blocks.layout import RowLayout, can_widen, row_layout
+from widen_cli.blocks.layout import RowLayout, can_widen, row_layout, row_layout_back
 from widen_cli.blocks.numbers import can_dequantize, dequantized
 from widen_cli.blocks.scales import can_scale, scale_blocks
 from widen_cli.blocks.types import BLOCK_TYPES, BlockLayoutError, BlockType, block_type
@@ -27,6 +27,7 @@ __all__ = [
     "can_scale",
     "can_widen",
     "dequantized",
+    "narrow_row_blocks",
     "scale_blocks",
     "widen_row_blocks",
 ]
@@ -49,6 +50,17 @@ def widen_row_blocks(blocks: Bytes, kind: BlockType, growth: Growth) -> Bytes:
     layout = row_layout(kind, growth)
     if blocks.ndim != 2 or blocks.dtype != np.uint8 or blocks.shape[1] != layout.old * kind.nbytes:
         raise ValueError(f"{kind.name}: {blocks.dtype} {blocks.shape} are no rows of {growth.old} values")
+    return _laid(blocks, kind, layout)
+
+
+def narrow_row_blocks(blocks: Bytes, kind: BlockType, growth: Growth) -> Bytes | None:
+    """The rows that `widen_row_blocks` makes these of by the same tree; None where they are none that it makes."""
+    narrow = _laid(blocks, kind, row_layout_back(kind, growth))
+    return narrow if np.array_equal(widen_row_blocks(narrow, kind, growth), blocks) else None
+
+
+def _laid(blocks: Bytes, kind: BlockType, layout: RowLayout) -> Bytes:
+    """Rows of blocks, their codes moved to where the layout has them."""
     result = np.empty((len(blocks), layout.new * kind.nbytes), np.uint8)
     step = max(1, _STEP // result.shape[1])
     for start in range(0, len(blocks), step):

@@ -111,6 +111,23 @@ def row_layout(kind: BlockType, growth: Growth) -> RowLayout:
 
 
 @lru_cache(maxsize=64)
+def row_layout_back(kind: BlockType, growth: Growth) -> RowLayout:
+    """The layout of a narrow row made of a widened one: every code from where its first value's first copy stands.
+
+    It brings back what was widened so, and says nothing of other rows. Raises as `row_layout`.
+    """
+    row_layout(kind, growth)
+    places = [_places(run) for run in runs(growth)]
+    origin = np.concatenate([numbers for numbers, _ in places])
+    held = np.flatnonzero(~np.concatenate([flags for _, flags in places]))
+    source = held[np.unique(origin[held], return_index=True)[1]]
+    moves = {size: Move.of(source[::size] // size, growth.new // size) for size in {codes.size for codes in kind.codes}}
+    blocks = _items(source, np.zeros(source.size, np.bool_), kind.size, entire=True)
+    old, new = growth.new // kind.size, growth.old // kind.size
+    return RowLayout(old, new, None if blocks is None else Move.of(blocks, old), moves, {}, np.empty(0, np.int64))
+
+
+@lru_cache(maxsize=64)
 def _judged(kind: BlockType, growth: Growth) -> RowLayout | str:
     for size, which in ((growth.old, "stored"), (growth.new, "widened")):
         if not size or size % kind.size:

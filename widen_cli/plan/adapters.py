@@ -26,7 +26,7 @@ from widen_cli.scales import Scale
 
 PREFIX = "base_model.model."
 FAULTS_SHOWN = 8
-_LORA = re.compile(
+LORA_NAME = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<table>embedding_)?)(?P<side>[AB])(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?P<end>\.weight|\.bias)?"
 )
 # What stands in the names of modules that PEFT has wrapped.
@@ -79,7 +79,7 @@ class Base:
 
 
 def is_lora(name: str) -> bool:
-    return _LORA.fullmatch(name) is not None
+    return LORA_NAME.fullmatch(name) is not None
 
 
 def plan_adapter(adapter: Adapter, base: Base) -> Plan:
@@ -93,7 +93,7 @@ def plan_adapter(adapter: Adapter, base: Base) -> Plan:
         raise WidenError(
             f"{file}: --base is for LoRA adapters, and no tensor here is named lora_A or lora_B; leave it out"
         )
-    return _AdapterPlanner(adapter, base, file).plan()
+    return AdapterPlanner(adapter, base, file).plan()
 
 
 def _check_config(config: Mapping[str, Any], file: str) -> None:
@@ -134,11 +134,11 @@ class _Weight:
     stored: bool = True
 
 
-class _UnfitError(Exception):
+class UnfitError(Exception):
     """A tensor that cannot be widened; the text says why and what to do."""
 
 
-class _AdapterPlanner:
+class AdapterPlanner:
     def __init__(self, adapter: Adapter, base: Base, file: str) -> None:
         if base.request.untie:
             match = match_tensors(base.architecture, base.tensors, base.config, base.request.root)
@@ -164,14 +164,14 @@ class _AdapterPlanner:
         for tensor in self.adapter.tensors:
             try:
                 if tensor.dtype.kind != "float":
-                    raise _UnfitError(f"holds {tensor.dtype.name}, and a weight holds floating-point numbers")
-                if hit := _LORA.fullmatch(tensor.name):
+                    raise UnfitError(f"holds {tensor.dtype.name}, and a weight holds floating-point numbers")
+                if hit := LORA_NAME.fullmatch(tensor.name):
                     tensors.append(self.lora(tensor, hit, pairs))
                 elif self.dropped(tensor.name):
                     dropped.append(tensor.name)
                 else:
                     tensors.append(self.full(tensor, added))
-            except _UnfitError as error:
+            except UnfitError as error:
                 self.faults.append(f"{self.file}: tensor '{printable(tensor.name)}' {list(tensor.shape)}: {error}")
         if self.faults:
             more = len(self.faults) - FAULTS_SHOWN
@@ -221,7 +221,7 @@ class _AdapterPlanner:
                 if spelt == self.match.written(tie.tensor) and table is not None:
                     rule = applying_rule(self.base.architecture, self.match, self.base.config, tie.tensor)
                     return _Weight(self.factored(table.tensor.name), _roles(rule), stored=False)
-        raise _UnfitError(
+        raise UnfitError(
             f"the base {self.base_file} has no '{printable(name)}'{did_you_mean(name, self.plans)}; give the model that the adapter "
             "was trained on with --base"
         )
@@ -233,7 +233,7 @@ class _AdapterPlanner:
             return plan
         factors = [set(leaf_scales(growth)) for growth in grid.growth or ()]
         if any(len(found) != 1 for found in factors):
-            raise _UnfitError(
+            raise UnfitError(
                 f"the base's '{printable(name)}' is packed of parts with factors of their own, which its block-scaled FP8 keeps apart "
                 "from them; give the dequantised base with --base"
             )
@@ -246,7 +246,7 @@ class _AdapterPlanner:
         """A and B of each module and adapter."""
         found: dict[tuple[str, str, str], dict[str, StoredHeader]] = {}
         for tensor in self.adapter.tensors:
-            if (hit := _LORA.fullmatch(tensor.name)) and hit["end"] != ".bias":
+            if (hit := LORA_NAME.fullmatch(tensor.name)) and hit["end"] != ".bias":
                 found.setdefault(_pair(hit), {})[hit["side"]] = tensor
         return found
 
@@ -256,14 +256,14 @@ class _AdapterPlanner:
         """The plan of an A, a B, or the bias beside a B."""
         weight = self.weight(self.bare(hit["module"]) + ".weight")
         if len(weight.plan.names) != 1 or not weight.plan.growth:
-            raise _UnfitError("LoRA on a weight that is no matrix of the map; merge the adapter into its base first")
+            raise UnfitError("LoRA on a weight that is no matrix of the map; merge the adapter into its base first")
         reads, writes = self.sides(weight)
         if hit["end"] == ".bias":
             return self.bias(tensor, weight, writes)
         pair = pairs[_pair(hit)]
         other = pair.get("B" if hit["side"] == "A" else "A")
         if other is None:
-            raise _UnfitError(
+            raise UnfitError(
                 f"its lora_{'B' if hit['side'] == 'A' else 'A'} is missing; the file is incomplete, save the adapter anew"
             )
         rank = pair["A"].shape[0] if pair["A"].shape else 0
@@ -272,7 +272,7 @@ class _AdapterPlanner:
         expected = tuple(tree.old for tree in growth)
         if rank == 0 or tensor.shape != expected:
             shown = f"rank {rank}" if rank else "a rank of 1 or more"
-            raise _UnfitError(
+            raise UnfitError(
                 f"with {shown} the base's '{printable(weight.plan.source.name)}' {list(weight.plan.source.shape)} needs "
                 f"{list(expected)}; the adapter belongs to another base: give that with --base"
             )
@@ -289,7 +289,7 @@ class _AdapterPlanner:
         writes = [tree for role, tree in named if role == "out"]
         plain = len(named) == 2 or weight.roles[0] == "out"
         if not reads or len(writes) != 1 or len(named) != len(reads) + 1 or not plain:
-            raise _UnfitError(
+            raise UnfitError(
                 f"LoRA on '{printable(weight.plan.source.name)}' {list(weight.plan.source.shape)}, which is no matrix from what it reads "
                 "to what it writes; merge the adapter into its base first"
             )
@@ -298,9 +298,9 @@ class _AdapterPlanner:
     def bias(self, tensor: StoredHeader, weight: _Weight, writes: Growth) -> TensorPlan:
         """The bias beside a B (lora_bias): it is added to what the weight makes."""
         if not weight.stored:
-            raise _UnfitError("a bias beside B on a tied head; merge the adapter into its base first")
+            raise UnfitError("a bias beside B on a tied head; merge the adapter into its base first")
         if tensor.shape != (writes.old,):
-            raise _UnfitError(f"needs {[writes.old]}; the adapter belongs to another base: give that with --base")
+            raise UnfitError(f"needs {[writes.old]}; the adapter belongs to another base: give that with --base")
         return self.planned(tensor, weight.plan, (writes,), weight.plan.scale, _pattern(tensor.name))
 
     # Full tensors.
@@ -310,17 +310,17 @@ class _AdapterPlanner:
         name = self.bare(tensor.name)
         for mark, what in _OTHER_KINDS.items():
             if mark in tensor.name:
-                raise _UnfitError(what)
+                raise UnfitError(what)
         if name in self.undecided:
-            raise _UnfitError(
+            raise UnfitError(
                 "the base lacks it, and what it reads depends on the model's class; say task_type in adapter_config.json "
                 f"({', '.join(_TASK_CLASSES)}), or save the base with it and give that with --base"
             )
         plan = added[name] if name in added else self.weight(name).plan
         if len(plan.names) != 1:
-            raise _UnfitError("is numbered by heads in its name; merge the adapter into its base first")
+            raise UnfitError("is numbered by heads in its name; merge the adapter into its base first")
         if tensor.shape != plan.source.shape:
-            raise _UnfitError(
+            raise UnfitError(
                 f"the base's '{printable(plan.source.name)}' is {list(plan.source.shape)}; the adapter belongs to another base, or to one "
                 "with a resized vocabulary: give that with --base"
             )
@@ -339,7 +339,7 @@ class _AdapterPlanner:
                 continue
             try:
                 self.weight(name)
-            except _UnfitError:
+            except UnfitError:
                 foreign[name] = _Named(name, tensor.dtype, tensor.shape)
         if not foreign:
             return {}

@@ -67,7 +67,7 @@ def axis_growth(
     hidden = growth.width[0]
     if factor:
         wanted = dict.fromkeys(_attention(architecture, asked, by_heads), factor) | wanted
-    growing = [axis for axis in _growing(architecture) if axis not in asked and architecture.axes[axis].keys]
+    growing = [axis for axis in growing_axes(architecture) if axis not in asked and architecture.axes[axis].keys]
     following = followers(asked, equal, growing)
     wanted_too = wanted | {axis: number for axis, (number, _) in following.items()}
     standing = {axis for axes in positions.values() for axis in axes}
@@ -125,7 +125,7 @@ def _attention(architecture: ArchitectureMap, asked: Mapping[str, int], by_heads
     return (growth.head_dim,)
 
 
-def _growing(architecture: ArchitectureMap) -> list[str]:
+def growing_axes(architecture: ArchitectureMap) -> list[str]:
     """The axes that can be asked for."""
     return [
         name
@@ -135,7 +135,7 @@ def _growing(architecture: ArchitectureMap) -> list[str]:
 
 
 def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, int]) -> None:
-    growing = _growing(architecture)
+    growing = growing_axes(architecture)
     faults = []
     for axis in asked:
         if axis not in architecture.axes:

@@ -62,18 +62,9 @@ def make_plan(
         loose = untied(architecture, match, tensors, config, request.file)
         plan = make_plan(architecture, loose.tensors, loose.config, replace(request, untie=False))
         return _told(plan, loose, request.file)
-    calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
-    positions = position_axes(architecture, calls)
-    method = rotary_method(architecture, config, request.rope)
-    fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
-    by_heads = _by_heads(architecture, match, positions, request.types)
-    equal = equalities(architecture, sizes)
-    why = why_none(architecture, config)
-    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal, why)
-    check_requirements(architecture, sizes, growth.factors, printable(request.file))
-    axes = frozenset(axis for kind, axis in calls if kind == "rope")
-    rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
-    planner = _Planner(architecture, match, sizes, growth, config, request, rotary)
+    grown = growing(architecture, match, sizes, config, request)
+    check_requirements(architecture, sizes, grown.growth.factors, printable(request.file))
+    planner = _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary)
     plan = planner.plan(tensors)
     if plan.exact or plan.mode == "orthogonal" or not planner.spaces.ties:
         return plan
@@ -105,6 +96,31 @@ def _told(plan: Plan, loose: Untied, file: str) -> Plan:
         notes=(*loose.notes, *plan.notes),
         equal_pairs=(*loose.equal_pairs, *plan.equal_pairs),
     )
+
+
+@dataclass(frozen=True)
+class Growing:
+    """The factor of every axis, and how heads grow under rotary positions."""
+
+    growth: AxisGrowth
+    rotary: Rotary
+
+
+def growing(
+    architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
+) -> Growing:
+    """What the request makes grow. Raises WidenError with every axis that cannot grow so."""
+    calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
+    positions = position_axes(architecture, calls)
+    method = rotary_method(architecture, config, request.rope)
+    fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
+    by_heads = _by_heads(architecture, match, positions, request.types)
+    equal = equalities(architecture, sizes)
+    why = why_none(architecture, config)
+    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal, why)
+    axes = frozenset(axis for kind, axis in calls if kind == "rope")
+    rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
+    return Growing(growth, rotary)
 
 
 def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:

@@ -1,0 +1,100 @@
+"""What a fold found, for people and for programs: how far the copies have moved apart, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from widen_cli.collapse.average import Distance
+from widen_cli.collapse.run import Folded
+from widen_cli.errors import printable
+
+SHOWN = 12
+
+
+def table(folded: Folded) -> list[str]:
+    """The most moved tensors, a line each; none where no copy has moved."""
+    moved = folded.moved
+    if not moved:
+        return []
+    rows = [(_number(one.relative), _number(one.largest), printable(name)) for name, one in moved[:SHOWN]]
+    lines = [
+        "how far the copies are from what the narrow model widened would hold: |y - A x| / |y|, and the largest",
+        *(f"{relative:>10}  {largest:>10}  {name}" for relative, largest, name in rows),
+    ]
+    more = len(moved) - SHOWN
+    return [*lines, f"... and {more} more tensors; --json gives all"] if more > 0 else lines
+
+
+def summary(folded: Folded) -> str:
+    """One line: what was folded, how far the copies are apart, what was rounded."""
+    plan = folded.plan
+    shrunk = ", ".join(f"{axis} /{plan.factors[axis]}" for axis in plan.axes if plan.factors[axis] != 1)
+    how = "as recorded" if folded.recorded else "as said"
+    return (
+        f"{_shown(folded.options.output)}: {plan.architecture}, {shrunk or 'nothing shrinks'}, {plan.mode}, {how}; "
+        f"{_copies(folded)}; {_roundings(folded)}"
+    )
+
+
+def _copies(folded: Folded) -> str:
+    number = len(folded.distances)
+    if not folded.moved:
+        return f"copies are alike in all {number} tensors that have any"
+    whole = Distance.sum(list(folded.distances.values()))
+    name, worst = folded.moved[0]
+    return (
+        f"copies have moved apart in {len(folded.moved)} of {number} tensors, by {_number(whole.relative)} in all, "
+        f"most in '{printable(name)}' ({_number(worst.relative)})"
+    )
+
+
+def _roundings(folded: Folded) -> str:
+    parts = [f"{folded.rounded} means were rounded" if folded.rounded else "no mean was rounded"]
+    if folded.inexact:
+        parts.append(
+            f"the conversion rounded {len(folded.inexact)} tensors, whose last places may differ from the first model's"
+        )
+    if folded.uncertain:
+        parts.append(
+            f"small values of {len(folded.uncertain)} tensors may have been lost to their type in the conversion"
+        )
+    return "; ".join(parts)
+
+
+def as_json(folded: Folded) -> dict[str, Any]:
+    """The same as JSON values, of all tensors; a distance that is no finite number is null."""
+    whole = Distance.sum(list(folded.distances.values()))
+    return {
+        "architecture": folded.plan.architecture,
+        "scaling": folded.plan.mode,
+        "factors": {axis: folded.plan.factors[axis] for axis in folded.plan.axes},
+        "recorded": folded.recorded,
+        "alike": not folded.moved,
+        "distance": _finite(whole.relative),
+        "tensors": {name: _values(folded, name) for name in folded.counts},
+    }
+
+
+def _values(folded: Folded, name: str) -> dict[str, Any]:
+    found = folded.distances.get(name, Distance())
+    return {
+        "copied_values": found.values,
+        "distance": _finite(found.relative),
+        "largest": _finite(found.largest),
+        "rounded": folded.counts[name].rounded,
+        "rounded_by_conversion": name in folded.inexact,
+        "small_values_uncertain": name in folded.uncertain,
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _number(number: float) -> str:
+    return f"{number:.3g}" if math.isfinite(number) else "not finite"
+
+
+def _shown(output: str) -> str:
+    return "standard output" if output == "-" else printable(output)

@@ -1,0 +1,302 @@
+"""What a wide checkpoint was before: the headers and the config of the narrow one, of which the usual plan is made.
+
+Shapes are divided as the map and the factors say. The config is what was recorded, else sizes and bases are taken back here,
+and what a scale multiplied (epsilons, an attention's scale) once the plan tells the scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from widen_cli.config import ModelConfig, is_number
+from widen_cli.dtypes import DType
+from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.grids import block_size
+from widen_cli.plan.growth import growing_axes
+from widen_cli.plan.match import Match, Matched, StoredHeader, held, match_tensors
+from widen_cli.plan.planner import Growing, PlanRequest, growing
+from widen_cli.plan.result import EXACT, ConfigChange, Plan
+from widen_cli.plan.sizes import Sizes, resolve_sizes
+from widen_cli.plan.spaces import paths
+from widen_cli.shapes import Dimension
+
+FAULTS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Header:
+    """A tensor of the narrow checkpoint, in the type that the wide one holds."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is recorded of the narrow model: old config values, keys that it had not, tensors that it lacked."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    added: Sequence[str] = ()
+    made: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """The narrow checkpoint's headers in the order of the wide one, its config, and the request that widens it.
+
+    `told` is the config with what `--set` says of it.
+    """
+
+    headers: tuple[Header, ...]
+    config: ModelConfig
+    told: ModelConfig
+    request: PlanRequest
+
+
+def narrow_model(
+    architecture: ArchitectureMap,
+    tensors: Sequence[StoredHeader],
+    config: ModelConfig,
+    request: PlanRequest,
+    known: Known | None,
+) -> Narrow:
+    """The narrow form of a wide checkpoint, of which `config` is the wide config, by the request that widened it.
+
+    Raises WidenError where a size is no multiple of what its axes grow by: the checkpoint was not widened so.
+    """
+    made = set(known.made) if known else set()
+    kept = [tensor for tensor in tensors if tensor.name not in made]
+    wide = config if config.present else config.with_values(_of_no_axis(architecture, request.settings))
+    match = match_tensors(architecture, kept, wide, request.root)
+    grown = growing(architecture, match, resolve_sizes(architecture, wide, match, Faults()), wide, request)
+    narrow = _recorded(config, known) if known else _derived(architecture, config, grown)
+    told = narrow.with_values(request.settings)
+    factors = {axis: grown.growth.factors[axis] for axis in growing_axes(architecture)}
+    headers = _Headers(architecture, kept, told, grown.growth.factors, request).all()
+    return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors))
+
+
+def _of_no_axis(architecture: ArchitectureMap, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said of the narrow model that is true of the wide one too: all but sizes."""
+    sizes = {key for axis in architecture.axes.values() for key in axis.keys}
+    return {key: value for key, value in settings.items() if key not in sizes}
+
+
+# The config.
+
+
+def _recorded(config: ModelConfig, known: Known) -> ModelConfig:
+    return config.without(known.added).with_values(dict(known.config)) if config.present else config
+
+
+def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> ModelConfig:
+    """The config with its sizes divided, its bases and its lists of frequencies as they were."""
+    if not config.present:
+        return config
+    values: dict[str, Any] = {}
+    with Faults() as faults:
+        for name, axis in architecture.axes.items():
+            factor = grown.growth.factors[name]
+            for key in axis.keys if factor != 1 else ():
+                size = config.get(key)
+                sizes = size if isinstance(size, list) else [size]
+                if size is None or key in values:
+                    continue
+                if any(not isinstance(number, int) or number % factor for number in sizes):
+                    faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}")
+                    continue
+                values[key] = [number // factor for number in sizes] if isinstance(size, list) else size // factor
+    return config.with_values(values | _rotary(architecture, config, grown))
+
+
+def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> dict[str, Any]:
+    factor, method = grown.rotary.factor, grown.rotary.method
+    if factor == 1 or architecture.rope is None:
+        return {}
+    values: dict[str, Any] = {}
+    for key in architecture.rope.keys if method == "theta" else ():
+        values |= {place: _root(base, factor) for place, base in held(architecture, config, key).items()}
+    for key in architecture.rope.lists:
+        for place, longer in held(architecture, config, key).items():
+            if isinstance(longer, list):
+                values[place] = longer[: len(longer) // factor] if method == "theta" else longer[::factor]
+    return values
+
+
+def _root(base: Any, factor: int) -> Any:
+    """The base that was raised to `base`: the whole number, where there is one."""
+    if not is_number(base) or base <= 0:
+        return base
+    root = float(base) ** (1 / factor)
+    return float(round(root)) if float(round(root)) ** factor == base else root
+
+
+def _not_so(axis: str, factor: int) -> str:
+    return f"no multiple of the {factor} that {axis} grows by; this model was not widened so"
+
+
+def settled(narrow: Narrow, plan: Plan, wide: ModelConfig, recorded: bool) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The narrow config, with what the plan's scales tell of values that differ from what the plan makes of the narrow ones.
+
+    And warnings where those had been `recorded`: somebody changed them since. Raises WidenError for a value that cannot be
+    taken back.
+    """
+    values: dict[str, Any] = {}
+    warnings: list[str] = []
+    for change in plan.config if wide.present else ():
+        found = wide.get(change.key)
+        if _same(found, change.new):
+            continue
+        if not (is_number(found) and is_number(change.old) and is_number(change.new) and change.new and change.old):
+            raise WidenError(
+                f"{printable(wide.name)}: {change.key} is {found!r}, where the conversion makes {change.new!r}; correct the config"
+            )
+        values[change.key] = _taken_back(found, change)
+        if recorded:
+            warnings.append(
+                f"{printable(wide.name)}: {change.key} is {found!r}, where the recorded conversion made {change.new!r}; "
+                f"the narrow model gets {values[change.key]!r}"
+            )
+    return narrow.config.with_values(values), tuple(warnings)
+
+
+def _same(found: Any, made: Any) -> bool:
+    """Whether two values are one, as far as a float32 tells; a GGUF's numbers are such."""
+    if is_number(found) and is_number(made):
+        return math.isclose(found, made, rel_tol=1e-6)
+    return bool(found == made)
+
+
+def _taken_back(found: Any, change: ConfigChange) -> Any:
+    value = found * (change.old / change.new)
+    whole = isinstance(found, int) and value == int(value)
+    return int(value) if whole else float(value)
+
+
+def config_changes(wide: ModelConfig, narrow: ModelConfig, keys: Iterable[str]) -> tuple[ConfigChange, ...]:
+    """What of these keys becomes another value on the way back; a key that is not there any more is none of them."""
+    return tuple(
+        ConfigChange(key, wide.get(key), narrow.get(key), EXACT)
+        for key in dict.fromkeys(keys)
+        if key in narrow and wide.get(key) != narrow.get(key)
+    )
+
+
+# The tensors.
+
+
+def divided_shapes(
+    architecture: ArchitectureMap,
+    tensors: Sequence[StoredHeader],
+    told: ModelConfig,
+    factors: Mapping[str, int],
+    request: PlanRequest,
+) -> list[tuple[int, ...]]:
+    """The narrow shape of each tensor, its own where no rule names it. Raises WidenError for sizes that are no multiples."""
+    return [header.shape for header in _Headers(architecture, tensors, told, factors, request).all()]
+
+
+class _Headers:
+    def __init__(
+        self,
+        architecture: ArchitectureMap,
+        tensors: Sequence[StoredHeader],
+        told: ModelConfig,
+        factors: Mapping[str, int],
+        request: PlanRequest,
+    ) -> None:
+        self.architecture = architecture
+        self.tensors = tensors
+        self.factors = factors
+        self.file = printable(request.file)
+        self.match = match_tensors(architecture, tensors, told, request.root)
+        self.block = block_size(told)
+        self.faults: list[str] = []
+        self.sizes = self.known_sizes(told)
+
+    def known_sizes(self, told: ModelConfig) -> Sizes:
+        """The narrow sizes, from the config and from what is divided by one number."""
+        plain = [
+            Matched(Header(item.tensor.name, item.tensor.dtype, tuple(size for size in shape if size)), item.rule)
+            for item in self.match.matched
+            if (shape := self.plain_shape(item)) is not None and all(shape)
+        ]
+        return resolve_sizes(self.architecture, told, Match(plain, root=self.match.root), Faults())
+
+    def plain_shape(self, item: Matched) -> tuple[int | None, ...] | None:
+        dimensions = item.rule.shape.dimensions
+        if len(dimensions) != len(item.tensor.shape):
+            return None
+        return tuple(
+            size // factor if (factor := self.one_factor(dimension)) and size % factor == 0 else None
+            for dimension, size in zip(dimensions, item.tensor.shape, strict=True)
+        )
+
+    def one_factor(self, dimension: Dimension) -> int | None:
+        """By how much a dimension grows, where all of its parts grow alike."""
+        found = set()
+        for path in paths(dimension.term):
+            total = 1
+            for name in path:
+                axis = None if name.isdigit() else self.architecture.axis_of(name)
+                total *= self.factors[axis.name] if axis else 1
+            found.add(total)
+        return found.pop() if len(found) == 1 else None
+
+    def all(self) -> tuple[Header, ...]:
+        items = {item.tensor.name: item for item in self.match.matched}
+        shapes = {name: self.shape(item) for name, item in items.items()}
+        grids = {grid.name: weight for weight, grid in self.match.grids.items()}
+        headers: list[Header] = []
+        for tensor in self.tensors:
+            name: str | None = tensor.name
+            shape = shapes.get(tensor.name, tensor.shape)
+            if tensor.name in items:
+                name = self.first_name(items[tensor.name])
+            elif tensor.name in grids:
+                weight = shapes.get(grids[tensor.name], ())
+                shape = tuple(-(-size // side) for size, side in zip(weight, self.block, strict=False))
+            if name is not None:
+                headers.append(Header(name, tensor.dtype, shape))
+        if self.faults:
+            more = len(self.faults) - FAULTS_SHOWN
+            raise WidenError(
+                *self.faults[:FAULTS_SHOWN], *([f"{self.file}: ... and {more} more tensors"] if more > 0 else [])
+            )
+        return tuple(headers)
+
+    def first_name(self, item: Matched) -> str | None:
+        """The narrow name of a tensor whose heads are numbered, None for the further copies."""
+        name = item.tensor.name
+        for axis, (start, stop) in item.numbers.items():
+            number, copy = divmod(int(name[start:stop]), self.factors[axis])
+            if copy:
+                return None
+            name = f"{name[:start]}{number}{name[stop:]}"
+        return name
+
+    def shape(self, item: Matched) -> tuple[int, ...]:
+        """The narrow shape; what does not fit the map is left to the planner to tell."""
+        dimensions, stored = item.rule.shape.dimensions, item.tensor.shape
+        if len(dimensions) != len(stored):
+            return stored
+        sizes = self.sizes.at(item.layer(self.architecture))
+        shape: list[int] = []
+        for dimension, size in zip(dimensions, stored, strict=True):
+            factor = self.one_factor(dimension)
+            if factor is None:
+                shape.append(sizes.total(dimension.term) or size)
+            elif size % factor:
+                self.faults.append(
+                    f"{self.file}: tensor '{printable(item.tensor.name)}' {list(stored)} has {size} where {item.rule.shape.text} "
+                    f"grows {factor}x; it was not widened so"
+                )
+                return stored
+            else:
+                shape.append(size // factor)
+        return tuple(shape)
