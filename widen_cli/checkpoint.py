@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from widen_cli.config import ModelConfig, is_number, read_config
-from widen_cli.errors import Faults, WidenError, did_you_mean, printable
+from widen_cli.errors import Faults, WidenError, did_you_mean, is_text, printable
 from widen_cli.gguf.checkpoint import gguf_architecture, metadata_config, stored_tensors
 from widen_cli.gguf.header import GGUF_MAGIC, expect_end
 from widen_cli.gguf.model import GgufModel, open_gguf
@@ -27,7 +27,7 @@ from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import catalog_map, load_map, map_for_gguf, map_for_model_type
 from widen_cli.nearest import Fit, known_names, nearest, told
 from widen_cli.plan.match import WITH_BASE, common_prefix, match_tensors, missing_tensors
-from widen_cli.safetensors_file import StoredTensor
+from widen_cli.safetensors_file import SafetensorsHeader, StoredTensor
 from widen_cli.sources import FileSource, PipeSource, Source
 from widen_cli.torch_file import read_weights
 
@@ -192,9 +192,17 @@ def _weights(given: str, pipe: PipeSource | None) -> _Weights:
     numbered = re.search(r"-\d{5}-of-(\d{5})\.(?:safetensors|bin)$", given)
     if numbered and int(numbered[1]) > 1 and os.path.exists(given):
         raise WidenError(f"{printable(given)}: is one of {int(numbered[1])} shards; give the folder they are in")
-    header = read_weights(pipe or FileSource(Path(given)))
+    header = _header(pipe or FileSource(Path(given)))
     beside = None if given == "-" else _config_beside(Path(given))
     return _Weights(header.tensors, header.metadata, beside, warnings=header.warnings)
+
+
+def _header(source: Source) -> SafetensorsHeader:
+    try:
+        return read_weights(source)
+    except WidenError:
+        source.close()
+        raise
 
 
 def _config(given: str, path: Path | None, needed: bool) -> ModelConfig:
@@ -211,10 +219,13 @@ def _config(given: str, path: Path | None, needed: bool) -> ModelConfig:
 
 def _open_gguf(path: Path | PipeSource, given: str, settings: dict[str, Any], strip_prefix: str | None) -> Checkpoint:
     model = open_gguf(path)
-    found = metadata_config(model, printable(given))
-    tensors = stored_tensors(model)
-    tensors = _stripped(tensors, strip_prefix, given) if strip_prefix else tensors
-    config = found.with_values(settings)
+    with ExitStack() as opened:
+        opened.callback(model.close)
+        found = metadata_config(model, printable(given))
+        tensors = stored_tensors(model)
+        tensors = _stripped(tensors, strip_prefix, given) if strip_prefix else tensors
+        config = found.with_values(settings)
+        opened.pop_all()
     return Checkpoint(given, tensors, {}, config, found, None, None, model.files, model.warnings, gguf=model)
 
 
@@ -224,6 +235,8 @@ def _config_beside(path: Path) -> Path | None:
 
 
 def _stripped(tensors: Sequence[StoredTensor], prefix: str, name: str) -> tuple[StoredTensor, ...]:
+    if not is_text(prefix):
+        raise WidenError(f"--strip-prefix {printable(prefix)}: is no UTF-8 text")
     bare = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in tensors)
     if len({tensor.name for tensor in bare}) < len(bare):
         raise WidenError(

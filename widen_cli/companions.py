@@ -41,12 +41,21 @@ def _refuse_weighted_modules(folder: Path) -> None:
     modules = read_json(folder / "modules.json", "a list of modules")
     paths = [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
     with Faults() as faults:
-        for path in [str(path) for path in paths if path]:
-            if any((folder / path).glob("*.safetensors")) or any((folder / path).glob("pytorch_model.bin")):
+        for path in [path for path in paths if isinstance(path, str) and path]:
+            if _holds_weights(folder / path):
                 faults.add(
                     f"{printable(str(folder / path))}: a module of sentence-transformers whose own weights read the model's "
                     "output, which grows; only the transformer is widened: take the module out of modules.json first"
                 )
+
+
+def _holds_weights(folder: Path) -> bool:
+    try:
+        names = os.listdir(folder)
+    except (OSError, ValueError):
+        # Not there, no folder, or no name that a folder can have.
+        return False
+    return any(name.endswith(".safetensors") or name == "pytorch_model.bin" for name in names)
 
 
 def _grown_sidecar(path: Path, grown: Mapping[str, int]) -> bytes:

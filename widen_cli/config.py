@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, is_text, printable
 
 MISSING = object()
 
@@ -126,7 +126,9 @@ def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
-            raise WidenError(f"--set {setting}: expected key=value, such as --set num_attention_heads=12")
+            raise WidenError(f"--set {printable(setting)}: expected key=value, such as --set num_attention_heads=12")
+        if not is_text(setting):
+            raise WidenError(f"--set {printable(setting)}: is no UTF-8 text")
         try:
             values[key] = json.loads(text)
         except json.JSONDecodeError:

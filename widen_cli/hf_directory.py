@@ -14,8 +14,15 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Never
 
-from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.safetensors_file import FAULT_LIMIT, JsonObject, SafetensorsHeader, StoredTensor, parse_json, shown
+from widen_cli.errors import Faults, WidenError, is_text, printable
+from widen_cli.safetensors_file import (
+    FAULT_LIMIT,
+    JsonObject,
+    SafetensorsHeader,
+    StoredTensor,
+    parse_json,
+    shown,
+)
 from widen_cli.sources import FileSource
 from widen_cli.torch_file import read_weights
 
@@ -227,6 +234,8 @@ def _shards_of(path: Path, index: _Index) -> list[str]:
 
 def _leads_out(shard: str) -> bool:
     parts = PurePosixPath(shard).parts
+    if not is_text(shard):
+        return True  # no name that a file can have
     return not parts or ".." in parts or shard.startswith("/") or "\\" in shard or "\0" in shard
 
 

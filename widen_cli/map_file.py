@@ -78,7 +78,13 @@ def parse_map_data(text: str, shown: str) -> MapData:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise WidenError(f"{shown}{at}: {error.problem or error.context or 'no valid YAML'}") from None
+        raise WidenError(f"{shown}{at}: {printable(error.problem or error.context or 'no valid YAML')}") from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, error.position - before.rfind("\n")
+        raise WidenError(
+            f"{shown}:{line}:{column}: a character that YAML does not allow, U+{error.character:04X}"
+        ) from None
     except yaml.YAMLError as error:
         raise WidenError(f"{shown}: no valid YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:

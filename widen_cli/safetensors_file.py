@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from widen_cli.dtypes import STORED, DType
-from widen_cli.errors import Faults, WidenError, did_you_mean, printable
+from widen_cli.errors import Faults, WidenError, did_you_mean, is_text, printable
 from widen_cli.sources import PipeSource, Source
 
 # MAX_HEADER_SIZE of safetensors/src/tensor.rs.
@@ -244,19 +244,11 @@ def _metadata(entry: object, faults: _TableFaults) -> dict[str, str]:
             faults.add(f"__metadata__ names the key {shown(key)} twice; {AGAIN}")
         elif not isinstance(value, str):
             faults.add(f"__metadata__: the value of {shown(key)} is no text; {AGAIN}")
-        elif not _encodable(key + value):
+        elif not is_text(key + value):
             faults.add(f"__metadata__: {shown(key)} holds half a surrogate pair, which is no text; {AGAIN}")
         else:
             metadata[key] = value
     return metadata
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _fields(name: str, entry: object, faults: _TableFaults) -> dict[str, object]:
@@ -266,7 +258,7 @@ def _fields(name: str, entry: object, faults: _TableFaults) -> dict[str, object]
     if len(fields) < len(pairs) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         faults.add(f"{shown(name)} does not have dtype, shape and data_offsets once each; {AGAIN}")
         return {}
-    if not _encodable(name):
+    if not is_text(name):
         faults.add(f"the name {shown(name)} holds half a surrogate pair, which is no text; {AGAIN}")
         return {}
     return fields
