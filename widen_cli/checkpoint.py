@@ -25,7 +25,7 @@ from widen_cli.hf_directory import HfDirectory, open_directory
 from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import catalog_map, load_map, map_for_gguf, map_for_model_type
-from widen_cli.nearest import Fit, known_names, nearest, told
+from widen_cli.nearest import Fit, known_names, name_ends, nearest, told
 from widen_cli.plan.match import WITH_BASE, common_prefix, match_tensors, missing_tensors
 from widen_cli.safetensors_file import SafetensorsHeader, StoredTensor
 from widen_cli.sources import FileSource, PipeSource, Source
@@ -117,6 +117,8 @@ def open_checkpoint(
         config_path = Path(config_option) if config_option else weights.config_path
         found = ModelConfig({}, "no config", present=False)
         with faults.collecting():
+            if config_option is None and config_path is not None and config_path.is_fifo():
+                raise WidenError(f"{printable(str(config_path))}: is a pipe; where it is meant, name it with --config")
             found = _config(given, config_path, needed=weights.directory is not None and not settings)
         config = found.with_values(settings)
         with faults.collecting():
@@ -255,8 +257,9 @@ def _refuse_quantised(config: ModelConfig) -> None:
         method = quantised.get("quant_method") or (
             "bitsandbytes" if quantised.get("load_in_4bit") or quantised.get("load_in_8bit") else "some"
         )
+        packed = f"quantization_config says the weights are packed by {printable(str(method))}"
         raise WidenError(
-            f"{printable(config.name)}: quantization_config says the weights are packed by {method}; packed codes must not be repeated; "
+            f"{printable(config.name)}: {packed}; packed codes must not be repeated; "
             "widen the unquantised model and quantise the result"
         )
 
@@ -386,11 +389,8 @@ def _offer(checkpoint: Checkpoint) -> list[str]:
 def _map_by_names(checkpoint: Checkpoint) -> Choice:
     """The map under which no weight is unknown and the fewest are missing; of equals the one that may be taken by names."""
     scores: dict[str, tuple[int, int]] = {}
-    for name in (
-        name
-        for name in map_names()
-        if not name.endswith(".gguf") and known_names(catalog_map(name), checkpoint.tensors)
-    ):
+    ends = name_ends(checkpoint.tensors)
+    for name in (name for name in map_names() if not name.endswith(".gguf") and known_names(catalog_map(name), ends)):
         match = match_tensors(catalog_map(name), checkpoint.tensors, checkpoint.config)
         if match.matched:
             scores[name] = (len(match.strangers), len(missing_tensors(catalog_map(name), match, checkpoint.config)))

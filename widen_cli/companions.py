@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.config import ModelConfig, read_json
-from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.errors import Faults, WidenError, brief, printable
 
 
 def companions_of(
@@ -24,6 +24,7 @@ def companions_of(
         return {}
     source, target = Path(given), Path(os.path.realpath(output.rstrip("/")))
     _refuse_weighted_modules(source)
+    _refuse_unreadable(source, checkpoint.directory.companions)
     found: dict[str, Path | bytes] = {}
     for relative in checkpoint.directory.companions:
         name = relative.as_posix()
@@ -32,6 +33,16 @@ def companions_of(
         grown = next((keys for pattern, keys in sidecars.items() if fnmatchcase(name, pattern)), None)
         found[name] = source / relative if grown is None else _grown_sidecar(source / relative, grown)
     return found
+
+
+def _refuse_unreadable(source: Path, companions: Iterable[Path]) -> None:
+    """They are copied at the end, which is late to learn of it."""
+    with Faults() as faults:
+        for relative in companions:
+            if not os.access(source / relative, os.R_OK):
+                faults.add(
+                    f"{printable(str(source / relative))}: permission denied; make it readable for you (chmod u+r)"
+                )
 
 
 def _refuse_weighted_modules(folder: Path) -> None:
@@ -64,5 +75,8 @@ def _grown_sidecar(path: Path, grown: Mapping[str, int]) -> bytes:
         raise WidenError(
             f"{printable(str(path))}: a sidecar config is a JSON object, this is a {type(values).__name__}"
         )
-    widths = {key: values[key] * factor for key, factor in grown.items() if isinstance(values.get(key), int)}
+    widths = {key: values[key] * factor for key, factor in grown.items() if type(values.get(key)) is int}
+    for key in widths:
+        if not 0 < values[key] < 1 << 63:
+            raise WidenError(f"{printable(str(path))}: {key} is {brief(values[key])}, which is no width")
     return ModelConfig({**values, **widths}, str(path)).to_bytes()

@@ -32,9 +32,11 @@ class Faults:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self._known: set[str] = set()
 
     def add(self, fault: str) -> None:
-        if fault not in self.texts:
+        if fault not in self._known:
+            self._known.add(fault)
             self.texts.append(fault)
 
     @contextmanager
@@ -76,7 +78,12 @@ def is_text(text: str) -> bool:
 
 def printable(name: str) -> str:
     """A tensor or file name made safe for a terminal: control and non-ASCII characters escaped, endless ones cut inside."""
-    text = "".join(c if " " <= c <= "~" else c.encode("unicode_escape", "surrogatepass").decode() for c in name)
+    plain = name.isascii() and name.isprintable()
+    text = (
+        name
+        if plain
+        else "".join(c if " " <= c <= "~" else c.encode("unicode_escape", "surrogatepass").decode() for c in name)
+    )
     # Two names fit a line of NAME_LIMIT; a path keeps its beginning and the file's name.
     return text if len(text) <= NAME_LIMIT else f"{text[: NAME_LIMIT // 2]}...{text[-NAME_LIMIT // 4 :]}"
 

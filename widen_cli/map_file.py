@@ -15,6 +15,7 @@ _Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _PLAIN_FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 Keys = tuple[str | int, ...]
+MAP_LIMIT = 1_000_000  # a real map has some thousand bytes
 VALUES_LIMIT = 100_000  # aliases of aliases grow without bound; a real map has some hundred values
 
 
@@ -59,11 +60,17 @@ def read_map_data(path: Path, shown: str) -> MapData:
     if path.exists() and not path.is_file():
         raise WidenError(f"{printable(shown)}: cannot read the map: it is no regular file")
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAP_LIMIT + 1)
+        text = "" if len(data) > MAP_LIMIT else data.decode()
     except OSError as error:
         raise WidenError(f"{printable(shown)}: cannot read the map: {error.strerror}") from None
     except UnicodeDecodeError:
         raise WidenError(f"{printable(shown)}: the map is not UTF-8 text; is it the right file for --map?") from None
+    if len(data) > MAP_LIMIT:
+        raise WidenError(
+            f"{printable(shown)}: the map has more than {MAP_LIMIT} bytes; is it the right file for --map?"
+        )
     return parse_map_data(text, printable(shown))
 
 

@@ -20,6 +20,8 @@ from widen_cli.sources import PipeSource, Source
 HEADER_LIMIT = 100_000_000
 # numpy takes no array of more axes; the bound also keeps a product of sizes short.
 AXES_LIMIT = 64
+# An entry of a tensor has three brackets and some fifty bytes; only long texts of other proportions matter.
+BRACKETS_FROM = 10_000_000
 FAULT_LIMIT = 10
 AGAIN = "make or download the file again"
 
@@ -164,13 +166,20 @@ def header_bytes(
 
 
 def parse_json(data: bytes, what: str) -> object:
-    """The JSON value, its objects as JsonObject; WidenError that begins with `what` when it is not strict JSON."""
+    """The JSON value, its objects as JsonObject; WidenError that begins with `what` when it is not strict JSON.
+
+    A large text that is mostly brackets is no table of anything, and takes minutes and gigabytes to read.
+    """
+    if len(data) > BRACKETS_FROM and data.count(b"{") + data.count(b"[") > len(data) // 8:
+        raise WidenError(f"{what} is JSON of nothing but brackets; {AGAIN}")
     try:
         return json.loads(data.decode(), object_pairs_hook=JsonObject, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise WidenError(f"{what} is not UTF-8 (its byte {error.start}); {AGAIN}") from None
     except RecursionError:
         raise WidenError(f"{what} is JSON nested too deeply; {AGAIN}") from None
+    except MemoryError:
+        raise WidenError(f"{what} is JSON of more values than there is memory for; {AGAIN}") from None
     except ValueError as error:
         raise WidenError(f"{what} is not valid JSON ({error}); {AGAIN}") from None
 
