@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import test_cli
 from safetensors.numpy import load_file, save_file
-from test_cli import CONFIG, ROOT, folder, llama, state, wide, widen  # noqa: F401 - fixtures
+from test_cli import CONFIG, ROOT, llama, state, widen
 
+folder, wide = test_cli.folder, test_cli.wide
 # The system's answers made up: little room, or room that is gone when it is needed.
 NO_ROOM = """
 import os
