@@ -27,7 +27,12 @@ def open_adapter(given: str, base: str) -> Checkpoint:
     if given == "-":
         raise WidenError("standard input: --base takes an adapter's folder or file; name it")
     if not os.path.isdir(given):
-        header = read_header(FileSource(Path(given)))
+        source = FileSource(Path(given))
+        try:
+            header = read_header(source)
+        except WidenError:
+            source.close()
+            raise
         files = (Path(given), Path(base))
         return Checkpoint(given, header.tensors, header.metadata, none, none, None, None, files, (), adapter=True)
     directory = open_directory(Path(given))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from widen_cli.config import ModelConfig, is_number, read_config
-from widen_cli.errors import Faults, WidenError, did_you_mean, printable
+from widen_cli.errors import Faults, WidenError, did_you_mean, is_text, printable
 from widen_cli.gguf.checkpoint import gguf_architecture, metadata_config, stored_tensors
 from widen_cli.gguf.header import GGUF_MAGIC, expect_end
 from widen_cli.gguf.model import GgufModel, open_gguf
@@ -25,9 +25,9 @@ from widen_cli.hf_directory import HfDirectory, open_directory
 from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import catalog_map, load_map, map_for_gguf, map_for_model_type
-from widen_cli.nearest import Fit, known_names, nearest, told
+from widen_cli.nearest import Fit, known_names, name_ends, nearest, told
 from widen_cli.plan.match import WITH_BASE, common_prefix, match_tensors, missing_tensors
-from widen_cli.safetensors_file import StoredTensor
+from widen_cli.safetensors_file import SafetensorsHeader, StoredTensor
 from widen_cli.sources import FileSource, PipeSource, Source
 from widen_cli.torch_file import read_weights
 
@@ -117,6 +117,8 @@ def open_checkpoint(
         config_path = Path(config_option) if config_option else weights.config_path
         found = ModelConfig({}, "no config", present=False)
         with faults.collecting():
+            if config_option is None and config_path is not None and config_path.is_fifo():
+                raise WidenError(f"{printable(str(config_path))}: is a pipe; where it is meant, name it with --config")
             found = _config(given, config_path, needed=weights.directory is not None and not settings)
         config = found.with_values(settings)
         with faults.collecting():
@@ -192,9 +194,17 @@ def _weights(given: str, pipe: PipeSource | None) -> _Weights:
     numbered = re.search(r"-\d{5}-of-(\d{5})\.(?:safetensors|bin)$", given)
     if numbered and int(numbered[1]) > 1 and os.path.exists(given):
         raise WidenError(f"{printable(given)}: is one of {int(numbered[1])} shards; give the folder they are in")
-    header = read_weights(pipe or FileSource(Path(given)))
+    header = _header(pipe or FileSource(Path(given)))
     beside = None if given == "-" else _config_beside(Path(given))
     return _Weights(header.tensors, header.metadata, beside, warnings=header.warnings)
+
+
+def _header(source: Source) -> SafetensorsHeader:
+    try:
+        return read_weights(source)
+    except WidenError:
+        source.close()
+        raise
 
 
 def _config(given: str, path: Path | None, needed: bool) -> ModelConfig:
@@ -211,10 +221,13 @@ def _config(given: str, path: Path | None, needed: bool) -> ModelConfig:
 
 def _open_gguf(path: Path | PipeSource, given: str, settings: dict[str, Any], strip_prefix: str | None) -> Checkpoint:
     model = open_gguf(path)
-    found = metadata_config(model, printable(given))
-    tensors = stored_tensors(model)
-    tensors = _stripped(tensors, strip_prefix, given) if strip_prefix else tensors
-    config = found.with_values(settings)
+    with ExitStack() as opened:
+        opened.callback(model.close)
+        found = metadata_config(model, printable(given))
+        tensors = stored_tensors(model)
+        tensors = _stripped(tensors, strip_prefix, given) if strip_prefix else tensors
+        config = found.with_values(settings)
+        opened.pop_all()
     return Checkpoint(given, tensors, {}, config, found, None, None, model.files, model.warnings, gguf=model)
 
 
@@ -224,6 +237,8 @@ def _config_beside(path: Path) -> Path | None:
 
 
 def _stripped(tensors: Sequence[StoredTensor], prefix: str, name: str) -> tuple[StoredTensor, ...]:
+    if not is_text(prefix):
+        raise WidenError(f"--strip-prefix {printable(prefix)}: is no UTF-8 text")
     bare = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in tensors)
     if len({tensor.name for tensor in bare}) < len(bare):
         raise WidenError(
@@ -242,8 +257,9 @@ def _refuse_quantised(config: ModelConfig) -> None:
         method = quantised.get("quant_method") or (
             "bitsandbytes" if quantised.get("load_in_4bit") or quantised.get("load_in_8bit") else "some"
         )
+        packed = f"quantization_config says the weights are packed by {printable(str(method))}"
         raise WidenError(
-            f"{printable(config.name)}: quantization_config says the weights are packed by {method}; packed codes must not be repeated; "
+            f"{printable(config.name)}: {packed}; packed codes must not be repeated; "
             "widen the unquantised model and quantise the result"
         )
 
@@ -377,11 +393,8 @@ def _offer(checkpoint: Checkpoint) -> list[str]:
 def _map_by_names(checkpoint: Checkpoint) -> Choice:
     """The map under which no weight is unknown and the fewest are missing; of equals the one that may be taken by names."""
     scores: dict[str, tuple[int, int]] = {}
-    for name in (
-        name
-        for name in map_names()
-        if not name.endswith(".gguf") and known_names(catalog_map(name), checkpoint.tensors)
-    ):
+    ends = name_ends(checkpoint.tensors)
+    for name in (name for name in map_names() if not name.endswith(".gguf") and known_names(catalog_map(name), ends)):
         match = match_tensors(catalog_map(name), checkpoint.tensors, checkpoint.config)
         if match.matched:
             scores[name] = (len(match.strangers), len(missing_tensors(catalog_map(name), match, checkpoint.config)))

@@ -97,7 +97,12 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
             sys.exit(141)
         except OSError as error:
             _drop_stdout()
-            click.echo(f"standard output: cannot be written: {error.strerror}", err=True)
+            at = (
+                "standard output: cannot be written"
+                if error.filename is None
+                else printable(os.fsdecode(error.filename))
+            )
+            click.echo(f"{at}: {error.strerror}", err=True)
             sys.exit(1)
         except KeyboardInterrupt as stopped:
             click.echo(f"interrupted; {'; '.join(_notes(stopped)) or 'nothing was written'}", err=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
 
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.config import ModelConfig, read_json
-from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.errors import Faults, WidenError, brief, printable
 
 
 def companions_of(
@@ -25,6 +25,7 @@ def companions_of(
         return {}
     source, target = Path(given), Path(os.path.realpath(output.rstrip("/")))
     _refuse_weighted_modules(source)
+    _refuse_unreadable(source, checkpoint.directory.companions)
     found: dict[str, Path | bytes] = {}
     for relative in checkpoint.directory.companions:
         name = relative.as_posix()
@@ -35,6 +36,16 @@ def companions_of(
     return found
 
 
+def _refuse_unreadable(source: Path, companions: Iterable[Path]) -> None:
+    """They are copied at the end, which is late to learn of it."""
+    with Faults() as faults:
+        for relative in companions:
+            if not os.access(source / relative, os.R_OK):
+                faults.add(
+                    f"{printable(str(source / relative))}: permission denied; make it readable for you (chmod u+r)"
+                )
+
+
 def _refuse_weighted_modules(folder: Path) -> None:
     """A sentence-transformers module with weights of its own (Dense) reads what grows, and would not fit any more."""
     if not (folder / "modules.json").is_file():
@@ -42,12 +53,21 @@ def _refuse_weighted_modules(folder: Path) -> None:
     modules = read_json(folder / "modules.json", "a list of modules")
     paths = [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
     with Faults() as faults:
-        for path in [str(path) for path in paths if path]:
-            if any((folder / path).glob("*.safetensors")) or any((folder / path).glob("pytorch_model.bin")):
+        for path in [path for path in paths if isinstance(path, str) and path]:
+            if _holds_weights(folder / path):
                 faults.add(
                     f"{printable(str(folder / path))}: a module of sentence-transformers whose own weights read the model's "
                     "output, which grows; only the transformer is widened: take the module out of modules.json first"
                 )
+
+
+def _holds_weights(folder: Path) -> bool:
+    try:
+        names = os.listdir(folder)
+    except (OSError, ValueError):
+        # Not there, no folder, or no name that a folder can have.
+        return False
+    return any(name.endswith(".safetensors") or name == "pytorch_model.bin" for name in names)
 
 
 def _grown_sidecar(path: Path, grown: Mapping[str, int | Fraction]) -> bytes:
@@ -56,8 +76,10 @@ def _grown_sidecar(path: Path, grown: Mapping[str, int | Fraction]) -> bytes:
         raise WidenError(
             f"{printable(str(path))}: a sidecar config is a JSON object, this is a {type(values).__name__}"
         )
-    widths = {key: values[key] * factor for key, factor in grown.items() if isinstance(values.get(key), int)}
+    widths = {key: values[key] * factor for key, factor in grown.items() if type(values.get(key)) is int}
     for key, width in widths.items():
+        if not 0 < values[key] < 1 << 63:
+            raise WidenError(f"{printable(str(path))}: {key} is {brief(values[key])}, which is no width")
         if width != int(width):
             raise WidenError(f"{printable(str(path))}: {key} is {values[key]}, no multiple of what it grows by")
     widths = {key: int(width) for key, width in widths.items()}

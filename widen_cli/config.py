@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, is_text, printable
 
 MISSING = object()
+# The largest configs list some ten thousand labels.
+JSON_LIMIT = 20_000_000
 
 
 class ModelConfig:
@@ -113,17 +115,38 @@ def read_config(path: Path) -> ModelConfig:
     return ModelConfig(values, str(path))
 
 
+class _TwiceError(Exception):
+    """A key that an object has twice."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object; of a key with two values readers take different ones."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if repr(value) != repr(found[key]):
+                raise _TwiceError(key)
+    return found
+
+
 def read_json(path: Path, what: str) -> Any:
     """The JSON value in a small file. Raises WidenError naming the file and what it should have held."""
     shown = printable(str(path))
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            data = file.read(JSON_LIMIT + 1)
+        text = "" if len(data) > JSON_LIMIT else data.decode("utf-8-sig")
     except OSError as error:
         raise WidenError(f"{shown}: cannot read it: {error.strerror}") from None
     except UnicodeDecodeError:
         raise WidenError(f"{shown}: not UTF-8 text, so not {what}; fetch the file again") from None
+    if len(data) > JSON_LIMIT:
+        raise WidenError(f"{shown}: has more than {JSON_LIMIT} bytes, too many for {what}; fetch the file again")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
+    except _TwiceError as error:
+        key = printable(str(error))
+        raise WidenError(f"{shown}: '{key}' stands twice with different values, so not {what}; keep one") from None
     except json.JSONDecodeError as error:
         at = f"{shown}:{error.lineno}:{error.colno}"
         raise WidenError(f"{at}: not valid JSON ({error.msg}), so not {what}; fetch the file again") from None
@@ -140,7 +163,9 @@ def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
-            raise WidenError(f"--set {setting}: expected key=value, such as --set num_attention_heads=12")
+            raise WidenError(f"--set {printable(setting)}: expected key=value, such as --set num_attention_heads=12")
+        if not is_text(setting):
+            raise WidenError(f"--set {printable(setting)}: is no UTF-8 text")
         try:
             values[key] = json.loads(text)
         except json.JSONDecodeError:

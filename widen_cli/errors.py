@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Self
 
+NAME_LIMIT = 800
+VALUE_LIMIT = 200
+
 
 class WidenError(Exception):
     """What a user did or gave is refused; nothing was written.
@@ -29,9 +32,11 @@ class Faults:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self._known: set[str] = set()
 
     def add(self, fault: str) -> None:
-        if fault not in self.texts:
+        if fault not in self._known:
+            self._known.add(fault)
             self.texts.append(fault)
 
     @contextmanager
@@ -59,9 +64,31 @@ class Faults:
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """The tail ` (did you mean 'x'?)` for the nearest known word that is alike enough, or an empty text."""
     near = get_close_matches(word, list(known), n=1, cutoff=likeness)
-    return f" (did you mean '{near[0]}'?)" if near else ""
+    return f" (did you mean '{printable(near[0])}'?)" if near else ""
+
+
+def is_text(text: str) -> bool:
+    """Whether a string has a UTF-8 form; half of a surrogate pair has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def printable(name: str) -> str:
-    """A tensor or file name made safe for a terminal: control and non-ASCII characters escaped."""
-    return "".join(c if " " <= c <= "~" else c.encode("unicode_escape", "surrogatepass").decode() for c in name)
+    """A tensor or file name made safe for a terminal: control and non-ASCII characters escaped, endless ones cut inside."""
+    plain = name.isascii() and name.isprintable()
+    text = (
+        name
+        if plain
+        else "".join(c if " " <= c <= "~" else c.encode("unicode_escape", "surrogatepass").decode() for c in name)
+    )
+    # Two names fit a line of NAME_LIMIT; a path keeps its beginning and the file's name.
+    return text if len(text) <= NAME_LIMIT else f"{text[: NAME_LIMIT // 2]}...{text[-NAME_LIMIT // 4 :]}"
+
+
+def brief(value: object) -> str:
+    """A value from a file as Python writes it, safe for a terminal and short."""
+    text = printable(repr(value))
+    return text if len(text) <= VALUE_LIMIT else f"{text[:VALUE_LIMIT]}..."

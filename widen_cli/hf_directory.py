@@ -14,13 +14,21 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Never
 
-from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.safetensors_file import FAULT_LIMIT, JsonObject, SafetensorsHeader, StoredTensor, parse_json, shown
+from widen_cli.errors import Faults, WidenError, is_text, printable
+from widen_cli.safetensors_file import (
+    FAULT_LIMIT,
+    JsonObject,
+    SafetensorsHeader,
+    StoredTensor,
+    parse_json,
+    shown,
+)
 from widen_cli.sources import FileSource
 from widen_cli.torch_file import read_weights
 
 WEIGHTS = "model.safetensors"
 INDEX_LIMIT = 100_000_000
+SHARDS_LIMIT = 99_999  # their numbers have five digits
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.(?:safetensors|bin)")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _COMPANION_ENDS = (".json", ".txt", ".model", ".py", ".jinja", ".tiktoken", ".bpe")
@@ -214,6 +222,10 @@ def _read_index(path: Path, name: str) -> _Index:
 def _shards_of(path: Path, index: _Index) -> list[str]:
     """The shards the index names, sorted; WidenError when one leads out of the folder."""
     shards = sorted(set(index.weight_map.values()))
+    if len(shards) > SHARDS_LIMIT:
+        raise WidenError(
+            f"{_at(path, index.name)}: names {len(shards)} files, more than {SHARDS_LIMIT}; download it again"
+        )
     _raise_capped(
         _at(path, index.name),
         [
@@ -227,6 +239,8 @@ def _shards_of(path: Path, index: _Index) -> list[str]:
 
 def _leads_out(shard: str) -> bool:
     parts = PurePosixPath(shard).parts
+    if not is_text(shard):
+        return True  # no name that a file can have
     return not parts or ".." in parts or shard.startswith("/") or "\\" in shard or "\0" in shard
 
 
@@ -375,7 +389,11 @@ def _doubts(at: str, name: str, shards: Sequence[str], wanted: str | None) -> li
 def _companions(path: Path, warnings: list[str]) -> tuple[Path, ...]:
     """The files to copy, relative and sorted; a warning for a dangling link and for weights in a sub-folder."""
     found: list[Path] = []
-    for folder, folders, names in os.walk(path):
+
+    def unread(error: OSError) -> None:
+        warnings.append(f"{printable(os.fsdecode(error.filename))}: not copied, cannot be read: {error.strerror}")
+
+    for folder, folders, names in os.walk(path, onerror=unread):
         folders[:] = sorted(name for name in folders if not _OTHER_FOLDERS.fullmatch(name))
         for name in names:
             file = Path(folder, name)
@@ -387,10 +405,12 @@ def _companions(path: Path, warnings: list[str]) -> tuple[Path, ...]:
             elif _is_companion(relative):
                 if file.is_file():
                     found.append(relative)
-                elif file.is_symlink():
+                elif file.is_symlink() and not file.exists():
                     warnings.append(
                         f"{_at(file)}: not copied, is a link to {printable(os.path.realpath(file))}, which is missing"
                     )
+                else:
+                    warnings.append(f"{_at(file)}: not copied, is a pipe or a device")
     return tuple(sorted(found))
 
 

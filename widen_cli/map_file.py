@@ -15,6 +15,7 @@ _Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _PLAIN_FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 Keys = tuple[str | int, ...]
+MAP_LIMIT = 1_000_000  # a real map has some thousand bytes
 VALUES_LIMIT = 100_000  # aliases of aliases grow without bound; a real map has some hundred values
 
 
@@ -59,11 +60,17 @@ def read_map_data(path: Path, shown: str) -> MapData:
     if path.exists() and not path.is_file():
         raise WidenError(f"{printable(shown)}: cannot read the map: it is no regular file")
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAP_LIMIT + 1)
+        text = "" if len(data) > MAP_LIMIT else data.decode()
     except OSError as error:
         raise WidenError(f"{printable(shown)}: cannot read the map: {error.strerror}") from None
     except UnicodeDecodeError:
         raise WidenError(f"{printable(shown)}: the map is not UTF-8 text; is it the right file for --map?") from None
+    if len(data) > MAP_LIMIT:
+        raise WidenError(
+            f"{printable(shown)}: the map has more than {MAP_LIMIT} bytes; is it the right file for --map?"
+        )
     return parse_map_data(text, printable(shown))
 
 
@@ -78,7 +85,13 @@ def parse_map_data(text: str, shown: str) -> MapData:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise WidenError(f"{shown}{at}: {error.problem or error.context or 'no valid YAML'}") from None
+        raise WidenError(f"{shown}{at}: {printable(error.problem or error.context or 'no valid YAML')}") from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, error.position - before.rfind("\n")
+        raise WidenError(
+            f"{shown}:{line}:{column}: a character that YAML does not allow, U+{error.character:04X}"
+        ) from None
     except yaml.YAMLError as error:
         raise WidenError(f"{shown}: no valid YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:

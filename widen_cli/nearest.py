@@ -95,10 +95,11 @@ def nearest(
     the choice.
     """
     names = list(among) or [name for name in map_names() if name.endswith(".gguf") == gguf]
-    likely = [name for name in names if 2 * _known_ends(catalog_map(name), tensors) >= len(tensors)]
+    ends = name_ends(tensors)
+    likely = [name for name in names if known_names(catalog_map(name), ends)]
     if not likely:
-        best = max(names, key=lambda name: _known_ends(catalog_map(name), tensors))
-        likely = [best] if _known_ends(catalog_map(best), tensors) else []
+        best = max(names, key=lambda name: _known_ends(catalog_map(name), ends))
+        likely = [best] if _known_ends(catalog_map(best), ends) else []
     # One tensor of each pattern tells maps apart; only the best is gone through with all layers and experts.
     sample = list({layer_pattern(tensor.name): tensor for tensor in reversed(tensors)}.values())[::-1]
     fits = [found for name in likely if (found := _fit(name, sample, config, called, sampled=True)) is not None]
@@ -123,15 +124,23 @@ def _extended() -> Counter[str]:
     return Counter(parent for parent in parents if isinstance(parent, str))
 
 
-def known_names(architecture: ArchitectureMap, tensors: Sequence[StoredHeader]) -> bool:
+NameEnds = Counter[tuple[str, ...]]
+
+
+def name_ends(tensors: Iterable[StoredHeader]) -> NameEnds:
+    """How many tensors end in which two parts, counted once for all maps."""
+    return Counter(_end(tensor.name) for tensor in tensors)
+
+
+def known_names(architecture: ArchitectureMap, ends: NameEnds) -> bool:
     """Whether most tensors end in two parts that some rule ends in; matching all rules of all maps would take a second."""
-    return 2 * _known_ends(architecture, tensors) >= len(tensors)
+    return 2 * _known_ends(architecture, ends) >= ends.total()
 
 
-def _known_ends(architecture: ArchitectureMap, tensors: Iterable[StoredHeader]) -> int:
-    ends = {_end(pattern) for rule in architecture.tensors for pattern in (rule.pattern, *rule.packed_patterns)}
-    ends |= {_end(f"x.{other}") for other in architecture.synonyms}
-    return sum(_end(tensor.name) in ends for tensor in tensors)
+def _known_ends(architecture: ArchitectureMap, ends: NameEnds) -> int:
+    known = {_end(pattern) for rule in architecture.tensors for pattern in (rule.pattern, *rule.packed_patterns)}
+    known |= {_end(f"x.{other}") for other in architecture.synonyms}
+    return sum(ends[end] for end in known)
 
 
 def _end(name: str) -> tuple[str, ...]:

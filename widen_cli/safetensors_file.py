@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from widen_cli.dtypes import STORED, DType
-from widen_cli.errors import Faults, WidenError, did_you_mean, printable
+from widen_cli.errors import Faults, WidenError, did_you_mean, is_text, printable
 from widen_cli.sources import PipeSource, Source
 
 # MAX_HEADER_SIZE of safetensors/src/tensor.rs.
 HEADER_LIMIT = 100_000_000
 # numpy takes no array of more axes; the bound also keeps a product of sizes short.
 AXES_LIMIT = 64
+# An entry of a tensor has three brackets and some fifty bytes; only long texts of other proportions matter.
+BRACKETS_FROM = 10_000_000
 FAULT_LIMIT = 10
 AGAIN = "make or download the file again"
 
@@ -165,13 +167,20 @@ def header_bytes(
 
 
 def parse_json(data: bytes, what: str) -> object:
-    """The JSON value, its objects as JsonObject; WidenError that begins with `what` when it is not strict JSON."""
+    """The JSON value, its objects as JsonObject; WidenError that begins with `what` when it is not strict JSON.
+
+    A large text that is mostly brackets is no table of anything, and takes minutes and gigabytes to read.
+    """
+    if len(data) > BRACKETS_FROM and data.count(b"{") + data.count(b"[") > len(data) // 8:
+        raise WidenError(f"{what} is JSON of nothing but brackets; {AGAIN}")
     try:
         return json.loads(data.decode(), object_pairs_hook=JsonObject, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise WidenError(f"{what} is not UTF-8 (its byte {error.start}); {AGAIN}") from None
     except RecursionError:
         raise WidenError(f"{what} is JSON nested too deeply; {AGAIN}") from None
+    except MemoryError:
+        raise WidenError(f"{what} is JSON of more values than there is memory for; {AGAIN}") from None
     except ValueError as error:
         raise WidenError(f"{what} is not valid JSON ({error}); {AGAIN}") from None
 
@@ -245,19 +254,11 @@ def _metadata(entry: object, faults: _TableFaults) -> dict[str, str]:
             faults.add(f"__metadata__ names the key {shown(key)} twice; {AGAIN}")
         elif not isinstance(value, str):
             faults.add(f"__metadata__: the value of {shown(key)} is no text; {AGAIN}")
-        elif not _encodable(key + value):
+        elif not is_text(key + value):
             faults.add(f"__metadata__: {shown(key)} holds half a surrogate pair, which is no text; {AGAIN}")
         else:
             metadata[key] = value
     return metadata
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _fields(name: str, entry: object, faults: _TableFaults) -> dict[str, object]:
@@ -267,7 +268,7 @@ def _fields(name: str, entry: object, faults: _TableFaults) -> dict[str, object]
     if len(fields) < len(pairs) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         faults.add(f"{shown(name)} does not have dtype, shape and data_offsets once each; {AGAIN}")
         return {}
-    if not _encodable(name):
+    if not is_text(name):
         faults.add(f"the name {shown(name)} holds half a surrogate pair, which is no text; {AGAIN}")
         return {}
     return fields

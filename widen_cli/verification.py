@@ -242,11 +242,20 @@ def _other_keys(job: Job, found: Checkpoint) -> Iterator[Difference]:
     for key, expected in _expected_keys(job).items():
         if key not in values:
             yield Difference(key, f"should be {_value(expected)}, is missing")
-        elif values[key] != expected:
+        elif not _same_value(values[key], expected):
             yield Difference(key, f"should be {_value(expected)}, is {_value(values[key])}")
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    """Whether two config values are one; a NaN, which equals nothing, is told by its text."""
+    return bool(one == other) or _text(one) == _text(other)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value.value if isinstance(value, GgufValue) else value, ensure_ascii=False, default=str)
 
 
 def _value(value: Any) -> str:
     """A config value on one line of bearable length."""
-    text = json.dumps(value.value if isinstance(value, GgufValue) else value, ensure_ascii=False, default=str)
+    text = _text(value)
     return printable(text if len(text) <= 60 else f"{text[:57]}...")

@@ -8,13 +8,15 @@ from typing import Any
 
 from widen_cli.config import ModelConfig
 from widen_cli.dtypes import STORED, DType
-from widen_cli.errors import WidenError
+from widen_cli.errors import WidenError, is_text
 from widen_cli.gguf.model import GgufModel
 from widen_cli.gguf.types import GGUF_TYPES, GgufType
 from widen_cli.gguf.values import GgufValue, ValueType
-from widen_cli.safetensors_file import StoredTensor
+from widen_cli.safetensors_file import AGAIN, StoredTensor, shown
 
 ARCHITECTURE = "general.architecture"
+# llama.cpp's longest has about 20 characters; a key has room for some more.
+ARCHITECTURE_LIMIT = 200
 
 
 def element_type(kind: GgufType) -> DType:
@@ -39,10 +41,12 @@ def stored_tensors(model: GgufModel) -> tuple[StoredTensor, ...]:
 
 
 def gguf_architecture(model: GgufModel, name: str) -> str:
-    """The `general.architecture`; WidenError where there is none."""
+    """The `general.architecture`; WidenError where there is none, or one that could not stand in front of a key."""
     value = model.header.values.get(ARCHITECTURE)
     if value is None or not isinstance(value.value, str):
         raise WidenError(f"{name}: no {ARCHITECTURE} says what model this is; is it a vocabulary or an adapter?")
+    if not is_text(value.value) or len(value.value) > ARCHITECTURE_LIMIT:
+        raise WidenError(f"{name}: {ARCHITECTURE} {shown(value.value)} is no name; {AGAIN}")
     return value.value
 
 

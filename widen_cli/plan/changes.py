@@ -6,7 +6,7 @@ from typing import Any
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import CONFIG_NAMES, DType
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import UnknownValueError
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
 from widen_cli.plan.sizes import Sizes
@@ -73,7 +73,7 @@ class ConfigChanges:
             old = self.config.get(key, self.old.architecture.defaults.get(key))
             if not is_number(old):
                 raise WidenError(
-                    f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed; "
+                    f"{printable(self.config.name)}: {key} is {brief(old)}, where a number is needed; "
                     f"its norms' epsilon has to be scaled by {scale}"
                 )
             new = float(old) * float(scale)
@@ -88,7 +88,7 @@ class ConfigChanges:
                 continue
             old = self.config.get(key)
             if not is_number(old):
-                raise WidenError(f"{printable(self.config.name)}: {key} is {old!r}, where a number is needed")
+                raise WidenError(f"{printable(self.config.name)}: {key} is {brief(old)}, where a number is needed")
             new = old * scale.fraction if isinstance(old, int) and scale.fraction else float(old) * float(scale)
             whole = isinstance(old, int) and new == int(new)
             exactness = EXACT if scale.is_power_of_two else ROUNDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from widen_cli.config import ModelConfig
-from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.errors import Faults, WidenError, brief, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import wide_sizes
@@ -88,7 +88,7 @@ def _check_supported(architecture: ArchitectureMap, config: ModelConfig) -> None
             continue
         except ValueError as error:
             raise WidenError(f"{printable(config.name)}: its values do not fit what the map asks: {error}") from None
-        told = ", ".join(f"{name} is {config.get(name)!r}" for name in formula.words)
+        told = ", ".join(f"{name} is {brief(config.get(name))}" for name in formula.words)
         raise WidenError(
             f"{printable(config.name)}: {told}, and map '{architecture.architecture}' knows only {formula.text}; "
             "give --map with a map of your own"

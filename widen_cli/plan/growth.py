@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from widen_cli.errors import WidenError, did_you_mean
+from widen_cli.errors import WidenError, did_you_mean, printable
 from widen_cli.formulas import dotted
 from widen_cli.map_checks import POSITIONS
 from widen_cli.map_rules import ArchitectureMap
@@ -35,11 +35,11 @@ def parse_grow(text: str, option: str = "--grow") -> dict[str, int]:
         axis, equals, number = (part.strip() for part in piece.partition("="))
         if not equals or not axis or not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= FACTOR_LIMIT:
             raise WidenError(
-                f"{option} {text}: '{piece}' is no axis=factor with a whole factor from 1 to {FACTOR_LIMIT}; "
+                f"{option} {printable(text)}: '{printable(piece)}' is no axis=factor with a whole factor from 1 to {FACTOR_LIMIT}; "
                 "write for example hidden=2,intermediate=3"
             )
         if axis in factors:
-            raise WidenError(f"{option} {text}: '{axis}' stands twice")
+            raise WidenError(f"{option} {printable(text)}: '{printable(axis)}' stands twice")
         factors[axis] = int(number)
     return factors
 

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 
 from widen_cli.config import ModelConfig, is_number
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.growth import PLAIN
@@ -74,7 +74,7 @@ def why_none(architecture: ArchitectureMap, config: ModelConfig) -> str:
     told: dict[str, str] = {}
     for word in (word for condition in architecture.rope.methods.values() for word in condition.words):
         try:
-            told[word] = f"{word} is {lookup(word)!r}"
+            told[word] = f"{word} is {brief(lookup(word))}"
         except UnknownValueError:
             told[word] = f"{word} is not known (--set {word}=... tells it)"
     return f"no way to do it is known to be exact, since {' and '.join(told.values())}"
@@ -138,7 +138,7 @@ def _base(architecture: ArchitectureMap, config: ModelConfig, key: str, place: s
             f"{printable(config.name)}: {key} is not known, and --rope theta raises it; tell it with --set {key}=..."
         )
     if not is_number(base) or base <= 0:
-        raise WidenError(f"{printable(config.name)}: {place} is {base!r}, where a positive number is needed")
+        raise WidenError(f"{printable(config.name)}: {place} is {brief(base)}, where a positive number is needed")
     return float(base)
 
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from widen_cli.config import ModelConfig
-from widen_cli.errors import Faults, did_you_mean, printable
+from widen_cli.errors import Faults, brief, did_you_mean, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap, Axis
 from widen_cli.plan.match import Match, Matched, config_lookup
 from widen_cli.shapes import Name, Product, Term
 
+SIZE_LIMIT = 1 << 63  # no array is longer
 SLIP = 0.85  # a letter or two; hidden_act is no slip of hidden_size
 
 
@@ -138,8 +139,10 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
             value = _of_layers(sizes, axis.name, key, value, faults)
             if value is None:
                 continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            faults.add(f"{printable(sizes.config.name)}: {key} is {value!r}, where a whole number from 1 up is needed")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < SIZE_LIMIT:
+            faults.add(
+                f"{printable(sizes.config.name)}: {key} is {brief(value)}, where a whole number from 1 up is needed"
+            )
             continue
         sizes.known[axis.name] = value
         sizes.told_by[axis.name] = key
