@@ -24,6 +24,7 @@ from models import Variant
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from widen_cli.collapse.run import collapse
 from widen_cli.convert import Job, prepare, run
 from widen_cli.errors import WidenError
 from widen_cli.options import Options
@@ -285,3 +286,22 @@ def test_where_llama_cpp_takes_no_output_matrix(tmp_path: Path, name: str) -> No
         f"{source}: --untie: what runs this model ties 'output.weight' to 'token_embd.weight' in its code, "
         "and reads no weight of that name; leave it out"
     )
+
+
+def test_the_way_back_leaves_the_weights_apart(folders: Path, tmp_path: Path) -> None:
+    """Since they were written apart they are two weights, which training may have moved: the narrow model has both."""
+    for name in ("llama_tied", "gpt2", "bart"):
+        source, wide, back = narrow(folders, name), tmp_path / f"{name}-wide", tmp_path / f"{name}-back"
+        job = widen(source, wide, scaling="copy")
+        told: list[str] = []
+        collapse(Options(str(wide), str(back), factor=None), None, lambda nbytes: None, told.append)
+        found, expected = (load_file(at / "model.safetensors") for at in (back, source))
+        assert (
+            set(found) - set(expected) == {tensor.source.name for tensor in job.plan.tensors} - set(expected) != set()
+        )
+        # Heads of twice the size take a root of 2, which rounds.
+        assert all(torch.allclose(found[each], expected[each], rtol=5e-16, atol=0) for each in expected)
+        config = json.loads((back / "config.json").read_text())
+        assert config == {**json.loads((source / "config.json").read_text()), "tie_word_embeddings": False}
+        assert told == [f"{wide}: its weights were untied by --untie, and those of the narrow model stay so"]
+        assert error(name, source, back, job) <= EXACT

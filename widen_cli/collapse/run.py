@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -152,7 +152,8 @@ def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults
     check_settings(choice.architecture, wide.found_config, parse_settings(options.settings))
     kept = _kept_types(was, options)
     request = replace(_request(asked), root=choice.root)
-    narrow = narrow_model(choice.architecture, wide.tensors, wide.config, request, _known(was, kept))
+    untied = choice.architecture.untie if asked.untie else ()
+    narrow = narrow_model(choice.architecture, wide.tensors, wide.config, request, _known(was, kept, untied))
     plan = make_plan(choice.architecture, narrow.headers, narrow.told, narrow.request)
     folds = _folds(wide, plan, options, was if kept else None, faults)
     if not faults.texts:
@@ -170,7 +171,13 @@ def _planned_adapter(options: Options, wide: Checkpoint, making: _Making, faults
     assert options.base is not None
     asked, was = making.asked, making.was
     plan, texts = plan_with_base(
-        wide, options.base, asked.config, asked.map, asked.strip_prefix, _request(asked), back=True
+        wide,
+        options.base,
+        asked.config,
+        asked.map,
+        asked.strip_prefix,
+        replace(_request(asked), untie=asked.untie),
+        back=True,
     )
     folds = _folds(wide, plan, options, was if _kept_types(was, options) else None, faults)
     return _resolved(options, wide, making, plan, folds, wide.config, (*texts, *_doubts(making, plan, wide)), faults)
@@ -248,12 +255,14 @@ def _request(options: Options) -> PlanRequest:
     )
 
 
-def _known(was: Was | None, kept: bool) -> Known | None:
-    """What is recorded of the narrow model; of its types only where they come back too."""
+def _known(was: Was | None, kept: bool, untied: Sequence[str]) -> Known | None:
+    """What is recorded of the narrow model; of its types only where they come back too, of its ties nothing: weights that
+    --untie wrote apart are two weights since."""
     if was is None:
         return None
-    typed = () if kept else (*DTYPE_KEYS, FILE_TYPE)
-    return Known({key: value for key, value in was.config.items() if key not in typed}, was.added, was.made)
+    gone = {*untied, *(() if kept else (*DTYPE_KEYS, FILE_TYPE))}
+    added = [key for key in was.added if key not in untied]
+    return Known({key: value for key, value in was.config.items() if key not in gone}, added, was.made)
 
 
 def _kept_types(was: Was | None, options: Options) -> bool:
@@ -263,11 +272,16 @@ def _kept_types(was: Was | None, options: Options) -> bool:
 
 
 def _doubts(making: _Making, plan: Plan, wide: Checkpoint) -> tuple[str, ...]:
+    doubts: list[str] = []
     if making.record is None and making.asked.scaling == "auto":
-        return (
-            f"{printable(wide.name)}: nothing records its scaling, taken as {plan.mode}; say --scaling if it was another",
+        doubts.append(
+            f"{printable(wide.name)}: nothing records its scaling, taken as {plan.mode}; say --scaling if it was another"
         )
-    return ()
+    if making.asked.untie:
+        doubts.append(
+            f"{printable(wide.name)}: its weights were untied by --untie, and those of the narrow model stay so"
+        )
+    return tuple(doubts)
 
 
 # What is written.
