@@ -331,6 +331,28 @@ def test_names_that_no_map_knows_are_told_of_the_draft(invented: Path) -> None:
     )
 
 
+def test_an_epsilon_that_no_norm_reads_is_told(tmp_path: Path) -> None:
+    """The norms' names say nothing, so the draft knows of none; converted all the same, the function would be lost."""
+    names = {**INVENTED, "transformer.ln_f": "net.z", "ln_1": "a", "ln_2": "b"}
+    saved("gpt2", tmp_path / "model", names, model_type="acme", architectures=["AcmeForCausalLM"])
+    text = run("maps", "--draft", "model", folder=tmp_path).stdout
+    assert "TODO a norm's gain? Then `-> normed` here" in text
+    (tmp_path / "mine.yaml").write_text(decided(text))
+    refused = run("model", "wide", "--map", "mine.yaml", folder=tmp_path)
+    advice = "give the output of each norm that does a space, such as normed: norm(hidden, layer_norm_epsilon)"
+    assert refused.exit_code == 1
+    assert refused.stderr == (
+        "mine.yaml: no norm of this map reads an epsilon, and model/config.json has 'layer_norm_epsilon'; "
+        + advice
+        + "\n"
+    )
+    saved("gpt2", tmp_path / "known", other_eps=1e-5)
+    shutil.copy(Path(__file__).parent.parent / "configs/gpt2.yaml", tmp_path / "own.yaml")
+    warned = run("known", "wide", "--map", "own.yaml", folder=tmp_path)
+    assert warned.exit_code == 0
+    assert warned.stderr.startswith("warning: own.yaml: no norm of this map reads 'other_eps' of known/config.json; ")
+
+
 WHOLE = """\
 architecture: acme
 match: {model_type: [acme]}

@@ -27,7 +27,7 @@ from widen_cli.maps import map_from_text
 from widen_cli.options import Options
 from widen_cli.output_checks import check_output, is_stream
 from widen_cli.outputs import FileOutput, StreamOutput, commit
-from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan
+from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan, unread_epsilons
 from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.match import StoredHeader
 from widen_cli.plan.result import EXACT, ConfigChange, Ones, Twin
@@ -142,10 +142,11 @@ def _planned(
     if checkpoint.faults:
         check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
         raise WidenError(*checkpoint.faults)
+    unread = () if options.map is None else unread_epsilons(architecture, checkpoint.config, options.map)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
     plan = _described(plan, checkpoint, options)
     check_equal(checkpoint, plan)
-    return _recorded(options, checkpoint, plan, architecture), plan, choice.warnings
+    return _recorded(options, checkpoint, plan, architecture), plan, (*choice.warnings, *unread)
 
 
 def chosen_map(options: Options, checkpoint: Checkpoint) -> Choice:

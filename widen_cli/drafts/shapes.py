@@ -10,6 +10,11 @@ from widen_cli.drafts.axes import Axes
 from widen_cli.drafts.patterns import Pattern
 from widen_cli.drafts.words import EMBEDDING, GATE, HEAD, POSITION, SCALE, attention_part, is_norm, words
 
+_NORM_OR_BIAS = (
+    "a norm's gain? Then `-> normed` here, `normed: norm(hidden, ...)` under spaces, and `<- normed` where it is read; a bias "
+    "stays; what multiplies channels is `hidden` without an arrow"
+)
+
 Guess = tuple[str, str]  # the shape, and what is doubtful about it
 
 
@@ -253,7 +258,7 @@ class ShapeGuesses:
         if size == self.hidden and set(words(pattern.name)) & SCALE:
             return "hidden", "multiplies each channel, carried along"
         if size == self.hidden:
-            return "-> hidden", "a bias? A vector that multiplies channels is `hidden` without an arrow"
+            return "-> hidden", _NORM_OR_BIAS
         return self.size(pattern, size, ("heads",)), "carried along"
 
     def norm(self, pattern: Pattern, size: int) -> Guess:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
-from widen_cli.config import ModelConfig
+from widen_cli.config import ModelConfig, is_number
 from widen_cli.errors import Faults, WidenError, brief, printable
-from widen_cli.formulas import Formula, UnknownValueError, evaluate
+from widen_cli.formulas import Formula, UnknownValueError, dotted, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import wide_sizes
+from widen_cli.plan.laws import is_norm
 from widen_cli.plan.match import (
     MISSING_SHOWN,
     Match,
@@ -120,3 +122,29 @@ def check_requirements(architecture: ArchitectureMap, sizes: Sizes, factors: dic
 def _lacks(sizes: Sizes, formula: Formula) -> bool:
     """Whether a layer has none of what a requirement speaks of, such as heads."""
     return any(sizes.known.get(name) == 0 for name in formula.words)
+
+
+def unread_epsilons(architecture: ArchitectureMap, config: ModelConfig, file: str) -> list[str]:
+    """Warnings of epsilons in the config that no norm of a map reads, for a map that nobody has proved yet.
+
+    `file` is the map's name in messages. Raises WidenError where its norms read none at all: what is behind a norm that a
+    map does not tell gets wrong factors.
+    """
+    norms = (space.formula.tree for space in architecture.spaces.values() if space.formula)
+    given = [epsilon for tree in norms if is_norm(tree) for epsilon in tree.args[1:]]
+    read = {dotted(epsilon).rpartition(".")[2] for epsilon in given if not isinstance(epsilon, ast.Constant)}
+    section = config.values.get(config.inside)
+    stated = {**config.values, **(section if isinstance(section, dict) else {})}
+    keys = [key for key, value in stated.items() if key.endswith(("eps", "epsilon")) and is_number(value)]
+    unread = [key for key in keys if key.rpartition(".")[2] not in read]
+    advice = "give the output of each norm that does a space, such as normed: norm(hidden, {key})"
+    if unread and not given:
+        key = unread[0]
+        raise WidenError(
+            f"{printable(file)}: no norm of this map reads an epsilon, and {printable(config.name)} has '{printable(key)}'; "
+            + advice.format(key=printable(key))
+        )
+    return [
+        f"{printable(file)}: no norm of this map reads '{printable(key)}' of {printable(config.name)}; {advice.format(key=printable(key))}"
+        for key in unread
+    ]

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TypeGuard
 
 from widen_cli.formulas import Formula, dotted
 from widen_cli.map_checks import HOMOGENEOUS, POSITIONS
@@ -118,7 +119,7 @@ class FormulaReader:
 
     def as_norm(self, node: ast.expr, name: str) -> bool:
         """Notes `norm(space, epsilon)`; a norm's gain sets the scale of what comes out, so no equation ties it to what goes in."""
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "norm"):
+        if not is_norm(node):
             return False
         argument, *epsilons = node.args
         inner = self.power(argument, None)
@@ -187,6 +188,11 @@ class FormulaReader:
         what = ast.unparse(node.args[0])
         self.reading.laws.append(Law(inner, f"{function} acts on {what}: its scale is 1"))
         return Power()
+
+
+def is_norm(node: ast.expr) -> TypeGuard[ast.Call]:
+    """Whether a formula is a norm, which stands alone."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "norm"
 
 
 def taken(node: ast.expr, condition: Callable[[ast.expr], bool]) -> Iterator[ast.AST]:
