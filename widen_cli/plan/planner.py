@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_metho
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
-from widen_cli.plan.untie import Untied, untied
+from widen_cli.plan.untie import untied
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.scales import ContradictionError
 
@@ -61,7 +60,7 @@ def make_plan(
     if request.untie:
         loose = untied(architecture, match, tensors, config, request.file)
         plan = make_plan(architecture, loose.tensors, loose.config, replace(request, untie=False))
-        return _told(plan, loose, request.file)
+        return loose.told(plan, request.file)
     grown = growing(architecture, match, sizes, config, request)
     check_requirements(architecture, sizes, grown.growth.factors, printable(request.file))
     planner = _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary)
@@ -81,21 +80,6 @@ def _with_offer(plan: Plan, untied_plan: Callable[[], Plan]) -> Plan:
         "a tied weight takes a factor that rounds; with --untie, which writes it twice, nothing is rounded for certain"
     )
     return replace(plan, notes=(*plan.notes, note)) if exact else plan
-
-
-def _told(plan: Plan, loose: Untied, file: str) -> Plan:
-    """The plan of an untied model, with what had to be said and changed for that."""
-    warnings = plan.warnings
-    if loose.changes and not loose.config.present:
-        listed = ", ".join(f"{change.key} = {json.dumps(change.new)}" for change in loose.changes)
-        warnings += (f"{printable(file)}: no config is written, and whatever loads the result needs {listed} too",)
-    return replace(
-        plan,
-        warnings=warnings,
-        config=(*loose.changes, *plan.config),
-        notes=(*loose.notes, *plan.notes),
-        equal_pairs=(*loose.equal_pairs, *plan.equal_pairs),
-    )
 
 
 @dataclass(frozen=True)

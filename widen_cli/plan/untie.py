@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from widen_cli.formulas import UnknownValueError
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie
 from widen_cli.plan.laws import width_power
 from widen_cli.plan.match import Match, StoredHeader, applying_rule, config_lookup, match_tensors
-from widen_cli.plan.result import EXACT, ConfigChange, Twin
+from widen_cli.plan.result import EXACT, ConfigChange, Plan, Twin
 from widen_cli.plan.sizes import resolve_sizes
 from widen_cli.plan.spaces import SpaceScales
 from widen_cli.scales import ONE, Scale
@@ -29,6 +30,20 @@ class Untied:
     changes: tuple[ConfigChange, ...]
     equal_pairs: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+
+    def told(self, plan: Plan, file: str) -> Plan:
+        """The plan of this model, with what had to be said and changed for it; `file` is its name in messages."""
+        warnings = plan.warnings
+        if self.changes and not self.config.present:
+            listed = ", ".join(f"{change.key} = {json.dumps(change.new)}" for change in self.changes)
+            warnings += (f"{printable(file)}: no config is written, and whatever loads the result needs {listed} too",)
+        return replace(
+            plan,
+            warnings=warnings,
+            config=(*self.changes, *plan.config),
+            notes=(*self.notes, *plan.notes),
+            equal_pairs=(*self.equal_pairs, *plan.equal_pairs),
+        )
 
 
 def untied(
