@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any, ParamSpec
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -25,7 +23,7 @@ from widen_cli.conversion_options import conversion_options, readable
 from widen_cli.convert import Job, Report, prepare, run
 from widen_cli.demo import demonstration
 from widen_cli.drafts import draft as drafted
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import printable
 from widen_cli.hf_directory import parse_size
 from widen_cli.map_file import map_names, map_text
 from widen_cli.options import Options
@@ -33,106 +31,17 @@ from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
 from widen_cli.run_options import run_lines, run_options
 from widen_cli.running import Asked, Known, RunResult
+from widen_cli.shell import FAULT_LINES, DefaultCommand, Terminated, reporting, terminated
 from widen_cli.verification import NotRecordedError, Verification, verify
 
 EXIT_CODES = """\b
 Exit codes:
   0    done
-  1    refused or failed; nothing was written
+  1    refused or failed; OUT is as it was
   2    wrong usage of the command line
   3    a verification found a difference
   4    some of several inputs failed
   130  interrupted (Ctrl-C), 143 terminated, 129 hung up, 141 the reader of a pipe went away"""
-
-FAULT_LINES = 18
-P = ParamSpec("P")
-
-
-class DefaultCommand(click.Group):
-    """A group in which `widen-ckpt IN OUT` means `widen-ckpt convert IN OUT`."""
-
-    def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        try:
-            return super().make_context(*args, **extra)
-        except BrokenPipeError:
-            _drop_stdout()
-            sys.exit(141)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            _drop_stdout()
-            sys.exit(141)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args:
-            click.echo(f"{ctx.get_usage()}\nTry 'widen-ckpt --help' for what it can do.", err=True)
-            ctx.exit(2)
-        if args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
-            args = ["convert", *args]
-        return super().parse_args(ctx, args)
-
-
-def reporting(command: Callable[P, None]) -> Callable[P, None]:
-    """Turns refusals and signals into messages and exit codes; no traceback reaches a user who gave bad input."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except WidenError as error:
-            lines = [line for fault in error.faults for line in fault.splitlines()]
-            for line in lines[:FAULT_LINES]:
-                click.echo(line, err=True)
-            if len(lines) > FAULT_LINES:
-                click.echo(f"... and {len(lines) - FAULT_LINES} more", err=True)
-            for note in _notes(error):
-                click.echo(note, err=True)
-            sys.exit(1)
-        except BrokenPipeError:
-            _drop_stdout()
-            sys.exit(141)
-        except OSError as error:
-            _drop_stdout()
-            at = (
-                "standard output: cannot be written"
-                if error.filename is None
-                else printable(os.fsdecode(error.filename))
-            )
-            click.echo(f"{at}: {error.strerror}", err=True)
-            sys.exit(1)
-        except KeyboardInterrupt as stopped:
-            click.echo(f"interrupted; {'; '.join(_notes(stopped)) or 'nothing was written'}", err=True)
-            sys.exit(130)
-        except Terminated as stopped:
-            click.echo(f"terminated; {'; '.join(_notes(stopped)) or 'nothing was written'}", err=True)
-            raise
-        # What was asked for is done: from here on an interruption must not turn it into a failure.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    return wrapped
-
-
-def _drop_stdout() -> None:
-    """Python flushes stdout at exit; onto a closed pipe or a full disk that would print a traceback."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-class Terminated(SystemExit):
-    """A signal other than Ctrl-C; its code is the exit code. What there is to say of it is said when all is cleaned up."""
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise Terminated(128 + number)
-
-
-def _notes(stopped: BaseException) -> list[str]:
-    """What was noted of files that stand or are kept in spite of an error."""
-    return list(getattr(stopped, "__notes__", []))
 
 
 @click.group(
@@ -443,7 +352,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         # A run under nohup ignores the hang-up and goes on.
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _terminated)
+            signal.signal(number, terminated)
     try:
         cli.main(prog_name="widen-ckpt")
     except KeyboardInterrupt:
