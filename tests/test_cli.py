@@ -24,6 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from models import VARIANTS, save
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -428,6 +429,27 @@ def test_closed_streams_that_are_not_needed(folder: Path, wide: bytes) -> None:
     again = shell(folder, "widen in.safetensors again.safetensors <&- >&- 2>&-")
     assert (done.returncode, again.returncode, again.stderr) == (0, 0, "")
     assert (folder / "out.safetensors").read_bytes() == (folder / "again.safetensors").read_bytes() == wide
+
+
+def test_a_mistyped_input_is_all_there_is_to_say(folder: Path, model: Path) -> None:
+    """Whether the output fits depends on what the input is."""
+    refused = widen(folder, "modle", "model")
+    assert (refused.returncode, refused.stderr) == (1, "modle: no such file (did you mean 'model'?)\n")
+
+
+def test_a_model_that_turns_nothing_has_no_rotary_way(folder: Path) -> None:
+    save(VARIANTS["gpt2"], folder / "gpt2")
+    refused = widen(folder, "gpt2", "out", "--grow", "head_dim=2", "--rope", "theta")
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        "--rope theta: 'gpt2' has no rotary positions; leave --rope out\n",
+    )
+
+
+def test_what_the_demo_leaves_follows_the_umask(folder: Path) -> None:
+    made = subprocess.run([*COMMAND, "demo", "demo"], cwd=folder, capture_output=True, umask=0o027, timeout=60)
+    assert made.returncode == 0
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (folder / "demo").rglob("*.*")} == {0o640}
 
 
 @pytest.fixture

@@ -181,7 +181,8 @@ def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Check
     except WidenError:
         known = tuple(Path(path) for path in (options.input, options.config) if path and path != "-")
         directory = options.output.endswith("/") or os.path.isdir(options.input)
-        if not options.dry_run:
+        # What the output has to be is told by the input, so of one that is not there no more is said.
+        if not options.dry_run and (options.input == "-" or os.path.lexists(options.input)):
             with faults.collecting():
                 check_output(options.output, known, options.force, directory)
         raise

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from widen_cli.convert import Report, prepare, run
 from widen_cli.errors import WidenError, printable
@@ -113,7 +113,8 @@ def make_checkpoint(folder: Path) -> None:
         tensors |= {f"{at}.{name}.weight": matrix(*shape, shape[1] ** -0.5) for name, shape in shapes.items()}
         tensors |= {f"{at}.{name}.weight": gain() for name in ("input_layernorm", "post_attention_layernorm")}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # Not save_file, which leaves the file to its owner alone.
+    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
 
 

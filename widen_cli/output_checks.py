@@ -35,12 +35,13 @@ def check_output(target: str, inputs: Sequence[Path], force: bool, directory: bo
     if target == "-" and sys.stdout is None:
         raise WidenError("standard output: is closed; send it somewhere, or name a file")
     with Faults() as faults, refusing(name):
+        held = next((given for given in inputs if _is_same(target, given, directory)), None)
+        if held is not None:
+            # Nothing else is worth saying: --force, for one, would not help.
+            raise WidenError(f"{name}: is the input {printable(str(held))} or holds it; choose another output")
         check = _stream_faults(target, directory) if is_stream(target) else _place_faults(target, directory, force)
         for fault in check:
             faults.add(f"{name}: {fault}")
-        for given in inputs:
-            if _is_same(target, given, directory):
-                faults.add(f"{name}: is the input {printable(str(given))} or holds it; choose another output")
 
 
 def check_space(folder: Path, nbytes: int, largest: int | None = None) -> None:

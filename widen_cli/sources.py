@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, did_you_mean, printable
 
 # A pipe is read in pieces of this size, so that a length in a header allocates nothing before its bytes are there.
 PIECE = 1 << 20
@@ -201,6 +202,8 @@ def _why_not(path: Path, error: OSError) -> str:
         target = printable(os.path.realpath(path))
         return f"is a link to {target}, which is missing; download it again or mend the link"
     if isinstance(error, FileNotFoundError):
+        with suppress(OSError, ValueError):
+            return f"no such file{did_you_mean(path.name, os.listdir(path.parent))}"
         return "no such file"
     if isinstance(error, PermissionError):
         return "permission denied; make it readable for you (chmod u+r)"

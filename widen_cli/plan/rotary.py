@@ -49,6 +49,10 @@ def rotary_method(architecture: ArchitectureMap, config: ModelConfig, asked: str
     exact = [name for name, condition in known.items() if _holds(architecture, config, condition)]
     if asked is None:
         return exact[0] if exact else None
+    if asked not in exact and not any(
+        "rope(" in space.formula.text for space in architecture.spaces.values() if space.formula
+    ):
+        raise WidenError(f"--rope {asked}: '{architecture.architecture}' has no rotary positions; leave --rope out")
     if asked not in exact:
         instead = f"these are: {', '.join(exact)}" if exact else "none is"
         why = "with this model's frequency scaling" if asked in known else f"for '{architecture.architecture}'"
