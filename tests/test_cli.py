@@ -234,6 +234,39 @@ def test_glob_slip(tmp_path: Path) -> None:
     assert state(tmp_path) == before
 
 
+def test_one_of_several_inputs_is_damaged(folder: Path, model: Path, wide: bytes) -> None:
+    shutil.copy(folder / "in.safetensors", folder / "first.safetensors")
+    (folder / "second.safetensors").write_bytes((folder / "in.safetensors").read_bytes()[:-1])
+    names = ("first.safetensors", "second.safetensors", "model/")
+    done = widen(folder, *names, "--into", "wide")
+    assert (done.returncode, done.stdout) == (4, "")
+    said = done.stderr.splitlines()
+    assert said[1].startswith("second.safetensors: truncated: 1 bytes missing")
+    assert said[-1] == "1 of 3 inputs failed: second.safetensors"
+    assert (folder / "wide/first.safetensors").read_bytes() == wide
+    assert sorted(os.listdir(folder / "wide")) == ["first.config.json", "first.safetensors", "model"]
+    assert {*os.listdir(folder / "wide/model")} == {*os.listdir(model)}
+    assert widen(folder, *names[::2], "--into", "both").returncode == 0
+    assert widen(folder, names[1], "--into", "none").returncode == 1
+    assert not (folder / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("-", "in.safetensors"), ("in.safetensors", "./in.safetensors"), ("in.safetensors", "--json")]
+)
+def test_what_does_not_go_with_several_inputs(folder: Path, arguments: tuple[str, ...]) -> None:
+    before = state(folder)
+    assert widen(folder, *arguments, "--into", "wide").returncode == 2
+    assert state(folder) == before
+
+
+@pytest.mark.parametrize("spelling", ["fp16", "half", "float16"])
+def test_types_as_people_call_them(folder: Path, spelling: str) -> None:
+    for name, type in (("one", "F16"), ("other", spelling)):
+        assert widen(folder, "in.safetensors", f"{name}.safetensors", "--dtype", type).returncode == 0
+    assert (folder / "one.safetensors").read_bytes() == (folder / "other.safetensors").read_bytes()
+
+
 def test_version(tmp_path: Path) -> None:
     done = widen(tmp_path, "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"widen-ckpt, version {widen_cli.__version__}\n", "")

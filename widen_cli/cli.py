@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -23,7 +23,7 @@ from widen_cli.conversion_options import conversion_options, readable
 from widen_cli.convert import Job, Report, prepare, run
 from widen_cli.demo import demonstration
 from widen_cli.drafts import draft as drafted
-from widen_cli.errors import printable
+from widen_cli.errors import WidenError, printable
 from widen_cli.hf_directory import parse_size
 from widen_cli.map_file import map_names, map_text
 from widen_cli.options import Options
@@ -31,7 +31,7 @@ from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
 from widen_cli.run_options import run_lines, run_options
 from widen_cli.running import Asked, Known, RunResult
-from widen_cli.shell import FAULT_LINES, DefaultCommand, Terminated, reporting, terminated
+from widen_cli.shell import FAULT_LINES, DefaultCommand, Terminated, reporting, tell, terminated
 from widen_cli.verification import NotRecordedError, Verification, verify
 
 EXIT_CODES = """\b
@@ -40,7 +40,7 @@ Exit codes:
   1    refused or failed; OUT is as it was
   2    wrong usage of the command line
   3    a verification found a difference
-  4    some of several inputs failed
+  4    some of several inputs (--into) failed
   130  interrupted (Ctrl-C), 143 terminated, 129 hung up, 141 the reader of a pipe went away"""
 
 
@@ -58,9 +58,9 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("input", metavar="IN")
-@click.argument("output", metavar="[OUT]", required=False)
+@click.argument("paths", metavar="IN [OUT]", nargs=-1, required=True)
 @conversion_options
+@click.option("--into", metavar="FOLDER", help="Widen every path named, each under its own name in FOLDER.")
 @click.option("--config-out", metavar="FILE", help="Where to write the new config.")
 @click.option(
     "--max-shard-size",
@@ -80,18 +80,62 @@ def cli() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print plan and result as JSON on stdout.")
 @click.option("-q", "--quiet", count=True, help="No summary; twice: no warnings either.")
 @reporting
-def convert(dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any) -> None:
+def convert(paths: tuple[str, ...], into: str | None, **given: Any) -> None:
     """Widen the checkpoint IN and write it to OUT.
 
     IN is a safetensors, GGUF or PyTorch file, a Hugging Face directory, or - for standard input. OUT is a file, a
     directory (always for a directory IN, else with a / at its end), or - for standard output. A dry run does without OUT.
+    What --grow takes, `widen-ckpt maps NAME` lists as axes.
     """
-    named = given["output"] is not None
-    if not named:
-        if not dry_run:
-            raise click.UsageError("OUT is missing; a dry run alone does without it")
-        given["output"] = "-" if given["input"] == "-" else given["input"].rstrip("/") + ".wide"
-    options = _options(given, dry_run=dry_run, named=named)
+    if into is not None:
+        _convert_each(paths, into, **given)
+        return
+    if len(paths) > 2:
+        raise click.UsageError(
+            f"more than IN and OUT ({' '.join(map(printable, paths[2:]))}); --into FOLDER takes several inputs"
+        )
+    if not _convert(paths[0], paths[1] if paths[1:] else None, **given):
+        sys.exit(3)
+
+
+def _convert_each(paths: tuple[str, ...], into: str, **given: Any) -> None:
+    """Widens several inputs, the others too where one fails, and lists at the end those that did."""
+    targets = [os.path.join(into, os.path.basename(path.rstrip("/"))) for path in paths]
+    if given["as_json"] or given["config_out"] is not None:
+        raise click.UsageError("--into takes neither --json nor --config-out, which speak of one output")
+    if "-" in paths or len({*targets}) < len(targets):
+        raise click.UsageError("--into needs inputs with names of their own: no -, and no name twice")
+    made = not os.path.lexists(into)
+    os.makedirs(into, exist_ok=True)
+    failed: dict[str, int] = {}
+    for number, (path, target) in enumerate(zip(paths, targets, strict=True)):
+        try:
+            if not _convert(path, target, **given):
+                failed[path] = 3
+        except WidenError as error:
+            tell(error)
+            failed[path] = 1
+        except (KeyboardInterrupt, Terminated) as stopped:
+            stopped.add_note(f"{number - len(failed)} of {len(paths)} inputs had been widened")
+            raise
+    if made:
+        with suppress(OSError):
+            os.rmdir(into)  # as long as nothing was put there
+    if not failed:
+        return
+    click.echo(f"{len(failed)} of {len(paths)} inputs failed: {', '.join(map(printable, failed))}", err=True)
+    sys.exit(4 if len(failed) < len(paths) else max(failed.values()))
+
+
+def _convert(
+    source: str, target: str | None, dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any
+) -> bool:
+    """One conversion; False where --verify found a difference."""
+    if target is None and not dry_run:
+        raise click.UsageError("OUT is missing; a dry run alone does without it")
+    unnamed = "-" if source == "-" else source.rstrip("/") + ".wide"
+    paths = {"input": source, "output": unnamed if target is None else target}
+    options = _options({**given, **paths}, dry_run=dry_run, named=target is not None)
     if proof and (dry_run or is_stream(options.output) or options.input == "-"):
         raise click.UsageError("--verify reads IN and OUT again; name files for both, and leave --dry-run out")
     if as_json and is_stream(options.output) and not dry_run:
@@ -102,7 +146,7 @@ def convert(dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any)
     if dry_run:
         job.checkpoint.close()
         _print_plan(job, as_json)
-        return
+        return True
     report = _run(job, quiet)
     try:
         found = _verified(options, quiet) if proof else None
@@ -115,8 +159,7 @@ def convert(dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any)
     _summary(report, quiet)
     if found is not None:
         _tell(found, options, quiet)
-        if found.differences:
-            sys.exit(3)
+    return found is None or not found.differences
 
 
 def _options(given: dict[str, Any], **more: Any) -> Options:

@@ -16,7 +16,9 @@ from widen_cli.plan.modes import MODES
 
 P = ParamSpec("P")
 
+# What files, configs and people call the types.
 _TYPES = {alias.lower(): name for name, other in CONFIG_NAMES.items() for alias in (name, other)}
+_TYPES |= {"fp64": "F64", "fp32": "F32", "fp16": "F16", "half": "F16"}
 
 
 def _dtype(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
@@ -64,7 +66,7 @@ CONVERSION = (
         "--dtype",
         callback=_dtype,
         metavar="TYPE",
-        help="Write floating-point weights in this type (F32, BF16, F16, ...).",
+        help="Write floating-point weights in this type: F32, BF16, F16 (or bfloat16, fp16, ...), F64, F8_E4M3, F8_E5M2.",
     ),
     click.option(
         "--dequantize",

@@ -54,13 +54,7 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
             if sys.stdout is not None:
                 sys.stdout.flush()
         except WidenError as error:
-            lines = [line for fault in error.faults for line in fault.splitlines()]
-            for line in lines[:FAULT_LINES]:
-                click.echo(line, err=True)
-            if len(lines) > FAULT_LINES:
-                click.echo(f"... and {len(lines) - FAULT_LINES} more", err=True)
-            for note in _notes(error):
-                click.echo(note, err=True)
+            tell(error)
             sys.exit(1)
         except BrokenPipeError:
             _drop_stdout()
@@ -84,6 +78,17 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     return wrapped
+
+
+def tell(error: WidenError) -> None:
+    """Says what was refused, and what was kept."""
+    lines = [line for fault in error.faults for line in fault.splitlines()]
+    for line in lines[:FAULT_LINES]:
+        click.echo(line, err=True)
+    if len(lines) > FAULT_LINES:
+        click.echo(f"... and {len(lines) - FAULT_LINES} more", err=True)
+    for note in _notes(error):
+        click.echo(note, err=True)
 
 
 def _drop_stdout() -> None:
