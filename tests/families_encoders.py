@@ -186,6 +186,12 @@ def _t5(model_type: str, prefix: str, config: dict[str, Any]) -> Family:
             f"{model_type}_silu": Variant(
                 f"{prefix}ForConditionalGeneration", {**config, "feed_forward_proj": "gated-silu"}, _seq2seq, _T5_SMALL
             ),
+            f"{model_type}_own_act": Variant(
+                f"{prefix}ForConditionalGeneration",
+                {**config, "feed_forward_proj": "relu", "dense_act_fn": "tanh"},
+                _seq2seq,
+                _T5_SMALL,
+            ),
             f"{model_type}_unscaled": Variant(
                 f"{prefix}ForConditionalGeneration", {**_T5_11, **_UNTIED}, _seq2seq, _T5_SMALL
             ),

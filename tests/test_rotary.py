@@ -448,9 +448,7 @@ def test_dynamic_is_rightly_refused(tmp_path: Path) -> None:
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
     variant = Variant("LlamaForCausalLM", {**_HEADS, "max_position_embeddings": 32, "rope_parameters": dynamic}, _sixty)
     source = models.save(variant, tmp_path / "narrow", torch.float64)
-    (tmp_path / "mine.yaml").write_text(
-        map_text("llama").replace('"longrope", "yarn"]', '"longrope", "yarn", "dynamic"]')
-    )
+    (tmp_path / "mine.yaml").write_text(map_text("llama").replace('"longrope"] or', '"longrope", "dynamic"] or'))
     widen(source, tmp_path / "wide", "head_dim=3", rope="theta", map=str(tmp_path / "mine.yaml"))
     before, after = (models.outputs(tmp_path / one, torch.float64, inputs=_sixty) for one in ("narrow", "wide"))
     assert models.relative_error(before, after) > CLEAR
@@ -477,6 +475,11 @@ def dynamic(config: Config) -> None:
 
 def unheard_of(config: Config) -> None:
     config["rope_parameters"]["rope_type"] = "spiral"
+
+
+def yarn_beyond(config: Config) -> None:
+    """With so small a base the ramp would end behind the last pair, where transformers cuts it off by the head size."""
+    config["rope_parameters"] |= {"rope_theta": 10.0, "original_max_position_embeddings": 4096}
 
 
 def two_fifths(config: Config) -> None:
@@ -509,6 +512,7 @@ def not_exact(way: str, others: str, why: str = "with this model's frequency sca
     return f"--rope {way}: is not exact {why}; {others}"
 
 
+RAMP = "YaRN's ramp ends beyond the last pair, at a place that depends on the head size"
 NTK = "the base of dynamic NTK scaling depends on the head size and on the length of the text"
 LARGE = "is too large for a float32; grow heads instead, or take another --rope that is exact"
 KEYS = "in/config.json: rope_parameters."
@@ -519,6 +523,7 @@ PARTS = "query_dim == head_dim + rotated"
 REFUSED: list[tuple[str, Edit | None, str, str | None, str]] = [
     ("llama-plain", dynamic, "head_dim=2", None, cannot(NTK)),
     ("llama-plain", dynamic, "head_dim=2", "theta", not_exact("theta", "none is")),
+    ("llama-yarn", yarn_beyond, "head_dim=2", None, cannot(RAMP)),
     ("llama-plain", unheard_of, "head_dim=2", None, cannot("no way to do it is known to be exact, since rope_type is 'spiral'")),
     ("llama-yarn", None, "head_dim=2", "spread", not_exact("spread", "these are: theta")),
     ("llama-plain", None, "head_dim=2", "frequencies", not_exact("frequencies", "these are: spread, theta")),
@@ -538,6 +543,27 @@ def test_what_cannot_be_exact_is_refused(
     narrow: Narrow, tmp_path: Path, name: str, edit: Edit | None, grow: str, way: str | None, text: str
 ) -> None:
     assert refusal(narrow(name, edit), tmp_path / "wide", grow, rope=way) == [text]
+
+
+def test_a_head_of_one_value_has_no_pair(tmp_path: Path) -> None:
+    """transformers makes two values of it; a part of -1 values is none that could be written."""
+    one = Variant(
+        "Phi3ForCausalLM", {**LLAMA, "hidden_size": 6, "num_key_value_heads": 6, "bos_token_id": 1, "eos_token_id": 2}
+    )
+    source = models.save(one, tmp_path / "narrow", torch.float64)
+    what = "in: in/config.json: passed would be -1 (head_dim - 2 * rotary); no part is smaller than 0"
+    assert refusal(source, tmp_path / "wide", "hidden=2,heads=2,kv_heads=2") == [what]
+
+
+@pytest.mark.parametrize("grow", ["heads=2,kv_heads=2", "hidden=3,intermediate=2"])
+def test_a_head_of_which_nothing_is_rotated(tmp_path: Path, grow: str) -> None:
+    """Half of one value is no pair."""
+    described = _FAMILIES["glm"].variants["glm"]
+    variant = replace(described, config={**described.config, "head_dim": 1})
+    source = models.save(variant, tmp_path / "narrow", torch.float64)
+    widen(source, tmp_path / "wide", grow)
+    before, after = (models.outputs(tmp_path / one, torch.float64) for one in ("narrow", "wide"))
+    assert models.relative_error(before, after) <= EXACT
 
 
 def test_clipped_queries_take_no_factor(tmp_path: Path) -> None:

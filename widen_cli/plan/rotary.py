@@ -76,7 +76,8 @@ def why_none(architecture: ArchitectureMap, config: ModelConfig) -> str:
         return why
     lookup = config_lookup(architecture, config)
     told: dict[str, str] = {}
-    for word in (word for condition in architecture.rope.methods.values() for word in condition.words):
+    conditions = list(architecture.rope.methods.values())
+    for word in (word for word in conditions[0].words if all(word in other.words for other in conditions)):
         try:
             told[word] = f"{word} is {brief(lookup(word))}"
         except UnknownValueError:

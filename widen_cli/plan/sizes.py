@@ -124,6 +124,11 @@ def resolve_sizes(architecture: ArchitectureMap, config: ModelConfig, match: Mat
     sizes = Sizes(architecture, config)
     _from_config(sizes, faults)
     _from_shapes(sizes, match.matched)
+    for name, size in sizes.known.items():
+        if size < 0:
+            faults.add(
+                f"{printable(config.name)}: {name} would be {size} ({sizes.told_by[name]}); no part is smaller than 0"
+            )
     _check_shapes(sizes, match.matched, faults)
     return sizes
 

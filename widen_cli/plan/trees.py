@@ -108,13 +108,16 @@ class TreeBuilder:
                 raise UnknownSizeError(self.unknown(terms))
             first_only = self.silences(path, role) or self.written_once(head.text, role)
             return self.node(whole, head.text, first_only, self.leaf_scale(path, role))
-        inner_total = None if total is None or size is None else total // size
+        inner_total = None if total is None or not size else total // size
         if copies == 1 and size is None:
             return self.merged_into_next(terms, before, role, total)
         if size is None:
             size = self.divided(terms, total)
         inner = self.tree(
-            rest, path, role, inner_total if inner_total is not None else (None if total is None else total // size)
+            rest,
+            path,
+            role,
+            inner_total if inner_total is not None else (None if total is None or not size else total // size),
         )
         if copies == 1 and isinstance(inner, Copies):
             return replace(inner, size=size * inner.size)
