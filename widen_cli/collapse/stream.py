@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ from widen_cli.plan.narrowing import Header
 from widen_cli.plan.result import DEPENDS, EXACT, TensorPlan
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.scales import ONE, Scale
-from widen_cli.stream import BLOCK_BYTES, StoredBytes, Target, layout
+from widen_cli.stream import BLOCK_BYTES, StoredBytes, Target, WorkingThreads, layout
 from widen_cli.transform import Counts
 
 Array = npt.NDArray[Any]
@@ -71,19 +71,13 @@ class _Task:
     zero: bool = False
 
 
-class FoldStream:
+class FoldStream(WorkingThreads):
     """Carries folds out, on `threads` threads; what it finds depends on neither their number nor their order."""
 
     def __init__(self, folds: dict[str, Fold], threads: int) -> None:
+        super().__init__(threads)
         self._folds = folds
-        self._pool = ThreadPoolExecutor(max_workers=threads) if threads > 1 else None
-        self._limit = 2 * threads
-        self._pending: dict[Future[tuple[Counts, Distance]], tuple[str, int, Counts]] = {}
         self._found: dict[str, dict[int, Distance]] = {}
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
     def distances(self) -> dict[str, Distance]:
@@ -96,33 +90,12 @@ class FoldStream:
         work = _Work(self._folds[name], targets)
         self._found[name] = {}
         for number, task in enumerate(work.tasks()):
-            if self._pool is None or forward_only:
-                done, distance = work.task(task)
-                counts.add(done)
-                self._found[name][number] = distance
-            else:
-                self._wait(self._limit - 1)
-                self._pending[self._pool.submit(work.task, task)] = name, number, counts
+            self.start(work.task, task, partial(self._take, name, number, counts), here=forward_only)
         return counts
 
-    def finish(self) -> None:
-        """Waits for all blocks that are under way; raises what went wrong with one of them."""
-        self._wait(0)
-
-    def abandon(self) -> None:
-        """Waits until no thread writes any more; what has not begun never does."""
-        for future in self._pending:
-            future.cancel()
-        wait(self._pending)
-        self._pending.clear()
-
-    def _wait(self, limit: int) -> None:
-        while len(self._pending) > limit:
-            for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
-                name, number, counts = self._pending.pop(future)
-                done, distance = future.result()
-                counts.add(done)
-                self._found[name][number] = distance
+    def _take(self, name: str, number: int, counts: Counts, found: tuple[Counts, Distance]) -> None:
+        done, self._found[name][number] = found
+        counts.add(done)
 
 
 class _Work:
