@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from families import MODES, Family, larger_heads
-from models import BATCH, BERT, EPS, POSITIONS, VOCAB, Variant, fixed_inputs
+from models import BATCH, BERT, EPS, POSITIONS, VIT, VOCAB, Variant, fixed_inputs
 from transformers import PreTrainedConfig
 
 _LABELS = {"num_labels": 5}
@@ -308,15 +308,6 @@ def _mel(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     return {**_heard(config), "decoder_input_ids": _tokens(config, POSITIONS, 24)}
 
 
-_VIT = {
-    "hidden_size": 36,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 50,
-    "image_size": 16,
-    "patch_size": 4,
-    "layer_norm_eps": EPS,
-}
 _CLIP_TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": 36,
@@ -329,7 +320,7 @@ _CLIP_TEXT = {
     "bos_token_id": 0,
     "eos_token_id": 2,
 }
-_CLIP_VISION = {**_VIT, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 46}
+_CLIP_VISION = {**VIT, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 46}
 
 
 def _pixels(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
@@ -595,11 +586,11 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "vit",
         {
-            "vit": Variant("ViTModel", _VIT, _pixels),
-            "vit_pooler": Variant("ViTModel", {**_VIT, "pooler_output_size": 30, "pooler_act": "gelu"}, _pixels),
-            "vit_classification": Variant("ViTForImageClassification", {**_VIT, **_LABELS}, _pixels),
-            "vit_no_bias": Variant("ViTForImageClassification", {**_VIT, "qkv_bias": False}, _pixels),
-            "vit_masked": Variant("ViTForMaskedImageModeling", {**_VIT, "encoder_stride": 4}, _pixels),
+            "vit": Variant("ViTModel", VIT, _pixels),
+            "vit_pooler": Variant("ViTModel", {**VIT, "pooler_output_size": 30, "pooler_act": "gelu"}, _pixels),
+            "vit_classification": Variant("ViTForImageClassification", {**VIT, **_LABELS}, _pixels),
+            "vit_no_bias": Variant("ViTForImageClassification", {**VIT, "qkv_bias": False}, _pixels),
+            "vit_masked": Variant("ViTForMaskedImageModeling", {**VIT, "encoder_stride": 4}, _pixels),
         },
         ("hidden=2,intermediate=3,heads=2", "hidden=3,intermediate=2,heads=3,pooler=2", _BERT_GROWTHS[2]),
     ),

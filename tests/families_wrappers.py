@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from families import Family
-from models import BATCH, BERT, EPS, POSITIONS, VOCAB, Variant
+from models import BATCH, BERT, EPS, POSITIONS, VIT, VOCAB, Variant
 from transformers import PreTrainedConfig
 
 _GPT2 = {
@@ -25,16 +25,7 @@ _BERT = {**BERT, "model_type": "bert"}
 _DECODER = {**_BERT, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 44}
 # RoBERTa's positions begin behind the padding token.
 _ROBERTA = {**BERT, "model_type": "roberta", "max_position_embeddings": POSITIONS + 2, "pad_token_id": 1}
-_VIT = {
-    "model_type": "vit",
-    "hidden_size": 36,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 50,
-    "image_size": 16,
-    "patch_size": 4,
-    "layer_norm_eps": EPS,
-}
+_VIT = {**VIT, "model_type": "vit"}
 _SMALL = ("output.dense", "c_proj")
 _EPSILON = "one decoder.layer_norm_eps serves the norms of decoder_hidden and transformed"
 _GROWTHS = (

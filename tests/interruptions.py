@@ -30,6 +30,7 @@ import ml_dtypes
 import numpy as np
 from gguf_families import write as write_gguf
 from safetensors.numpy import save_file
+from test_cli import CONFIG
 
 from widen_cli import cli, folders, journal, outputs, placing
 from widen_cli.__main__ import main as command
@@ -70,18 +71,6 @@ CASES = {
     case.name: case
     for plain in (FILE, FOLDER, PARTS)
     for case in (plain, replace(plain, name=f"{plain.name} --force", old=(*plain.arguments, "--scaling", "sum")))
-}
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-3,
-    "tie_word_embeddings": False,
 }
 
 

@@ -57,6 +57,15 @@ BERT = {
     "type_vocab_size": 2,
     "layer_norm_eps": EPS,
 }
+VIT = {
+    "hidden_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 50,
+    "image_size": 16,
+    "patch_size": 4,
+    "layer_norm_eps": EPS,
+}
 _GPT2 = {
     "vocab_size": VOCAB,
     "n_positions": POSITIONS,
