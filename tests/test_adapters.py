@@ -19,15 +19,17 @@ from safetensors.torch import load_file, save_file
 
 from widen_cli.cli import cli
 from widen_cli.config import ModelConfig
-from widen_cli.convert import Job, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.dimensions import scaled
 from widen_cli.dtypes import STORED, DType
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Job
 from widen_cli.maps import catalog_map
 from widen_cli.options import Options
 from widen_cli.plan import PlanRequest, TensorPlan
 from widen_cli.plan.adapters import Adapter, Base, plan_adapter
 from widen_cli.scales import ONE
+from widen_cli.writing import run
 
 EXACT = 1e-12
 MODES = ("auto", "orthogonal", "copy", "sum", "quiet")

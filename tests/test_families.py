@@ -19,11 +19,13 @@ import pytest
 import torch
 from families import MODES, Family
 
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Report
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import map_for_model_type
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 FAMILIES: tuple[Family, ...] = (
     *families_encoders.FAMILIES,

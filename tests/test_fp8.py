@@ -15,9 +15,11 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Report
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 BLOCK = 4
 _CONFIG = models.VARIANTS["llama"].config

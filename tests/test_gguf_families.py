@@ -19,11 +19,13 @@ from gguf_families import ENCODERS, FAMILIES
 from llama_cpp import log_probabilities
 from llama_cpp_embeddings import hidden_states
 
-from widen_cli.convert import Job, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Job
 from widen_cli.map_file import map_names
 from widen_cli.maps import catalog_map, map_for_gguf
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 BOUND = 2e-4
 # A fault has to stand clear of the bound, so that the bound means something.

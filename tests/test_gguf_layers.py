@@ -11,9 +11,11 @@ import pytest
 from gguf_families import CONTEXT, EPS, RMS, VOCAB, _add_tokenizer, drawn
 from llama_cpp import difference, log_probabilities
 
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Report
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 HEADS, KV_HEADS, FFN = (6, 4, 0, 2), (3, 1, 0, 2), (50, 0, 30, 22)
 HIDDEN, HEAD = 36, 10

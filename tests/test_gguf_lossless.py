@@ -33,9 +33,11 @@ from gguf_oracle import TEXT, GgufFile, Kind, Repeats, Stored, Values, read
 from llama_cpp import LlamaCppError, LogProbabilities, difference, log_probabilities
 
 import widen_cli
-from widen_cli.convert import Job, Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Job, Report
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 Meta = gguf.GGUFValueType
 

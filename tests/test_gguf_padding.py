@@ -19,13 +19,15 @@ from gguf_oracle import read
 from llama_cpp import LogProbabilities, log_probabilities
 from test_gguf_lossless import EPS, PROMPTS, SMOLLM
 
-from widen_cli.convert import Job, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.dimensions import Copies, Growth
+from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.plan import TensorPlan
 from widen_cli.plan.result import ConfigChange
 from widen_cli.scales import Scale
 from widen_cli.shards import output_shards
+from widen_cli.writing import run
 
 HIDDEN = 576
 GAINS = ("attn_norm.weight", "ffn_norm.weight", "output_norm.weight")

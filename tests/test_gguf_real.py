@@ -36,8 +36,10 @@ from gguf.quants import dequantize
 from gguf_oracle import GgufFile, Repeats, Stored, read
 from llama_cpp import completed, in_child, leave, started
 
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
+from widen_cli.jobs import Report
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 Array = npt.NDArray[Any]
 Kind = gguf.GGMLQuantizationType

@@ -28,15 +28,17 @@ from llama_cpp_embeddings import hidden_states
 from test_gguf_lossless import PROMPTS as TEXTS
 from test_gguf_lossless import cut, divergence, written
 
-from widen_cli.convert import Job, Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.dimensions import Copies, Growth, Laid, leaf_scales, scaled
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Job, Report
 from widen_cli.map_file import map_names, map_text
 from widen_cli.maps import catalog_map, map_for_gguf
 from widen_cli.options import Options
 from widen_cli.plan import TensorPlan
 from widen_cli.scales import Scale
 from widen_cli.shards import output_shards
+from widen_cli.writing import run
 
 Kind = gguf.GGMLQuantizationType
 Values = npt.NDArray[np.float32]

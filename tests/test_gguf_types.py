@@ -44,12 +44,14 @@ from test_gguf_lossless import (
 )
 from test_gguf_lossless import TENSORS as SPACES_OF
 
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
 from widen_cli.gguf.header import gguf_header_bytes, read_gguf_header
 from widen_cli.gguf.types import GGUF_TYPES
+from widen_cli.jobs import Report
 from widen_cli.options import Options
 from widen_cli.sources import FileSource
+from widen_cli.writing import run
 
 Kind = gguf.GGMLQuantizationType
 Meta = gguf.GGUFValueType

@@ -16,8 +16,10 @@ import pytest
 import reference
 import torch
 
-from widen_cli.convert import Job, prepare, run
+from widen_cli.convert import prepare
+from widen_cli.jobs import Job
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 BOUND = 1e-5
 CLEAR = 100 * BOUND

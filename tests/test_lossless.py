@@ -26,9 +26,11 @@ import safetensors
 import torch
 
 import widen_cli
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Report
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 EXACT = 1e-12
 # A worst of three draws stands for the tail of one more draw: maxima over thousands of outputs hardly vary.

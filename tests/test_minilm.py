@@ -15,8 +15,10 @@ import pytest
 import torch
 import transformers
 
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
+from widen_cli.jobs import Report
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 torch.set_num_threads(2)
 

@@ -16,8 +16,9 @@ import transformers
 from families_llama import FAMILIES
 from safetensors.torch import load_file, save_file
 
-from widen_cli.convert import prepare, run
+from widen_cli.convert import prepare
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 LAYERS = 2
 MTP = f"model.layers.{LAYERS}."

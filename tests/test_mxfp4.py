@@ -24,9 +24,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from widen_cli import stream
 from widen_cli.blocks import types
 from widen_cli.cli import cli
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Report
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 # Three blocks wide and five, six heads on three.
 VARIANT = models.Variant(

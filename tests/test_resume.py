@@ -17,12 +17,14 @@ import pytest
 from interruptions import inputs, visible
 
 from widen_cli import output_checks, placing, quota
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Report
 from widen_cli.journal import Finished, Identity, Journal, left_by_dead_runs
 from widen_cli.options import Options
 from widen_cli.output_checks import check_space
 from widen_cli.placing import Placement, put_in_place, signals_held
+from widen_cli.writing import run
 
 OPTIONS = Options("model", "out", max_shard_size="2KB", threads=1)
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]

@@ -24,10 +24,12 @@ from models import LLAMA, Variant
 from safetensors.torch import load_file
 from test_gguf_rotary import edited, filled, run_with, unscaled
 
-from widen_cli.convert import Job, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Job
 from widen_cli.map_file import map_text
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 EXACT = 1e-11  # relative to the largest output
 CLEAR = 1e-3

@@ -16,9 +16,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from widen_cli.convert import Job, prepare, run
+from widen_cli.convert import prepare
+from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.scales import Scale
+from widen_cli.writing import run
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,9 @@ from test_gguf_lossless import SMOLLM
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import widen_cli
-from widen_cli.convert import prepare, run
+from widen_cli.convert import prepare
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 pytestmark = pytest.mark.xdist_group("two routes")  # one converter for all
 

@@ -25,10 +25,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from widen_cli.collapse.run import collapse
-from widen_cli.convert import Job, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.verification import verify
+from widen_cli.writing import run
 
 EXACT = 1e-11  # relative to the largest output
 GGUF_BOUND = 2e-4

@@ -20,11 +20,12 @@ from widen_cli.collapse.options import checked, collapse_options
 from widen_cli.collapse.report import as_json as as_values
 from widen_cli.collapse.report import summary, table
 from widen_cli.conversion_options import conversion_options, readable
-from widen_cli.convert import Job, Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.demo import demonstration
 from widen_cli.drafts import draft as drafted
 from widen_cli.errors import WidenError, printable
 from widen_cli.hf_directory import parse_size
+from widen_cli.jobs import Job, Report
 from widen_cli.map_file import map_names, map_text
 from widen_cli.options import Options
 from widen_cli.output_checks import is_stream
@@ -33,6 +34,7 @@ from widen_cli.run_options import run_lines, run_options
 from widen_cli.running import Asked, Known, RunResult
 from widen_cli.shell import FAULT_LINES, DefaultCommand, Terminated, reporting, tell, terminated
 from widen_cli.verification import NotRecordedError, Verification, verify
+from widen_cli.writing import run
 
 EXIT_CODES = """\b
 Exit codes:

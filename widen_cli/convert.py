@@ -1,14 +1,11 @@
-"""The main job: open, plan, check, stream, commit. Everything written is resolved before a byte moves."""
+"""A run resolved: opened, planned and checked. Everything that will be written is known before a byte moves."""
 
 from __future__ import annotations
 
-import math
 import os
-import struct
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,74 +14,23 @@ from widen_cli.checkpoint import Checkpoint, Choice, check_settings, choose_map,
 from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
 from widen_cli.dtypes import STORED
-from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.folders import DirectoryOutput, PartsOutput, Staging
+from widen_cli.errors import Faults, WidenError
 from widen_cli.gguf.checkpoint import described_anew
-from widen_cli.hf_directory import index_bytes
-from widen_cli.journal import Identity, Leftover
+from widen_cli.jobs import Job
+from widen_cli.journal import Leftover
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import map_from_text
 from widen_cli.options import Options
-from widen_cli.output_checks import check_output, is_stream
-from widen_cli.outputs import FileOutput, StreamOutput, commit
-from widen_cli.plan import Plan, PlanRequest, TensorPlan, check_names, make_plan, unread_epsilons
+from widen_cli.output_checks import check_output
+from widen_cli.plan import Plan, PlanRequest, check_names, make_plan, unread_epsilons
 from widen_cli.plan.growth import parse_grow
-from widen_cli.plan.match import StoredHeader
-from widen_cli.plan.result import EXACT, ConfigChange, Ones, Twin
+from widen_cli.plan.result import EXACT, ConfigChange
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.records import Record, Was
-from widen_cli.resuming import identity_of, resumed, to_resume
-from widen_cli.safetensors_file import StoredTensor
-from widen_cli.shards import Shard, output_shards
-from widen_cli.sources import HashingSource, HeldSource
-from widen_cli.stream import BLOCK_BYTES, Stream, Target, TensorStream, Writer
+from widen_cli.resuming import identity_of, to_resume
+from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
-from widen_cli.transform import Counts
-
-INDEX = "model.safetensors.index.json"
-Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run, resolved: what is read, what is planned, and every file that will be written.
-
-    `config_target` is where the config goes if not into the output folder; `companions` are the folder's other files, to
-    be copied or with their new content. `identity` is that of a run that can be resumed later, `leftover` the interrupted
-    run that this one goes on from.
-    """
-
-    options: Options
-    checkpoint: Checkpoint
-    plan: Plan
-    shards: tuple[Shard, ...]
-    config: ModelConfig
-    config_target: str | None
-    directory: bool
-    companions: dict[str, Path | bytes]
-    warnings: tuple[str, ...]
-    identity: Identity | None = None
-    leftover: Leftover | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(shard.nbytes for shard in self.shards)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a run did: per stored tensor, what happened to its values; `notes` say what was made of an interrupted run."""
-
-    job: Job
-    counts: dict[str, Counts]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def total(self) -> Counts:
-        total = Counts()
-        for counts in self.counts.values():
-            total.add(counts)
-        return total
+from widen_cli.tied import check_equal
 
 
 def prepare(options: Options) -> Job:
@@ -219,223 +165,5 @@ def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:
     return replace(plan, config=config, warnings=(*plan.warnings, *warnings))
 
 
-def check_equal(checkpoint: Checkpoint, plan: Plan) -> None:
-    """Two stored copies of one tied weight have to hold the same values, or the loader decides which of them counts."""
-    stored = {tensor.name: tensor for tensor in checkpoint.tensors}
-    for head, table in plan.equal_pairs:
-        if not checkpoint.sequential and not _same_bytes(stored[head], stored[table]):
-            raise _unequal(checkpoint, head, table)
-
-
-def _unequal(checkpoint: Checkpoint, head: str, table: str) -> WidenError:
-    return WidenError(
-        f"{printable(checkpoint.name)}: the config ties '{printable(head)}' to '{printable(table)}', but their values "
-        f"differ, and loaders disagree on which counts; remove '{printable(head)}', or say --set tie_word_embeddings=false"
-    )
-
-
-def _tied_digests(job: Job) -> dict[str, HashingSource]:
-    """Of a pipe, whose tied copies can be compared only as they pass: what hashes them."""
-    if not job.checkpoint.sequential:
-        return {}
-    tied = {name for pair in job.plan.equal_pairs for name in pair}
-    return {tensor.name: HashingSource(tensor.source) for tensor in job.checkpoint.tensors if tensor.name in tied}
-
-
-def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    for start in range(0, one.nbytes, BLOCK_BYTES):
-        length = min(BLOCK_BYTES, one.nbytes - start)
-        if one.source.read(one.offset + start, length) != other.source.read(other.offset + start, length):
-            return False
-    return True
-
-
 def _changed_config(config: ModelConfig, plan: Plan) -> ModelConfig:
     return config.with_values({change.key: change.new for change in plan.config})
-
-
-def run(job: Job, progress: Progress, stream: Stream | None = None) -> Report:
-    """Carries a job out, by `stream` if it is not to be widened. Nothing stands at the target before all of it is written;
-    raises WidenError when the system refuses."""
-    stream = stream or TensorStream(job.options.threads)
-    writing = _Writing(job, stream, progress)
-    try:
-        if job.directory:
-            _write_directory(job, writing)
-        elif len(job.shards) > 1:
-            _write_parts(job, writing)
-        else:
-            _write_file(job, writing)
-    finally:
-        stream.close()
-        job.checkpoint.close()
-    return Report(job, writing.counts, tuple(writing.notes))
-
-
-def derive(job: Job, place: Callable[[str], Writer | None], progress: Progress) -> Report:
-    """Hands every tensor's new bytes, from offset 0 on, to the writer that `place` gives for its name, and writes no file."""
-    stream = TensorStream(job.options.threads)
-    writing = _Writing(job, stream, progress)
-    try:
-        for tensor in job.plan.tensors:
-            for name in tensor.names:
-                writer = place(name)
-                if writer is not None:
-                    counted = stream.run(tensor, writing.source(tensor), [Target(writer, 0)], forward_only=False)
-                    writing.counts[tensor.source.name] = counted
-                progress(tensor.dtype.nbytes(tensor.shape))
-        stream.finish()
-        writing.finish()
-    finally:
-        stream.close()
-    return Report(job, writing.counts)
-
-
-def _ones(header: StoredHeader | Ones) -> StoredTensor:
-    """A made tensor as if it had been stored."""
-    data = struct.pack("<f", 1.0) * math.prod(header.shape)
-    return StoredTensor(header.name, header.dtype, header.shape, 0, len(data), HeldSource(header.name, data))
-
-
-class _Writing:
-    """The tensors of one run on their way: what is read of the input is kept track of over all output files."""
-
-    def __init__(self, job: Job, stream: Stream, progress: Progress) -> None:
-        self.job = job
-        self.stream = stream
-        self.progress = progress
-        self.counts: dict[str, Counts] = {}
-        self.notes: list[str] = []
-        self.hashing = _tied_digests(job)
-        self.stored = {
-            tensor.name: replace(tensor, source=self.hashing.get(tensor.name, tensor.source))
-            for tensor in job.checkpoint.tensors
-        }
-        self.twinned = {plan.stored_name for plan in job.plan.tensors if isinstance(plan.source, Twin)}
-        self.stored |= {plan.source.name: _ones(plan.source) for plan in job.plan.tensors if plan.made}
-
-    def shard(self, shard: Shard, output: FileOutput | StreamOutput, forward_only: bool) -> None:
-        """Writes one file: its header, its tensors, and zeros where its format wants gaps filled."""
-        try:
-            output.write_at(0, shard.header)
-            self.tensors(shard, output, forward_only)
-            self.stream.finish()
-        except BaseException:
-            # The output is about to be given up, and its descriptor may soon be another file's.
-            self.stream.abandon()
-            raise
-
-    def shards(self, staging: Staging) -> None:
-        """Writes every file of the output but those that an interrupted run had finished."""
-        kept, changed = staging.recover(self.progress)
-        self.notes += resumed(self.job.shards, kept, changed)
-        for shard in self.job.shards:
-            if shard.name in kept:
-                self.counts |= {name: Counts(*counts) for name, counts in kept[shard.name].counts.items()}
-                continue
-            with staging.open(shard.name, shard.nbytes) as output:
-                self.shard(shard, output, forward_only=False)
-            staging.note(shard.name, output, self.counted(shard))
-        self.finish()
-
-    def counted(self, shard: Shard) -> dict[str, tuple[int, int, int]]:
-        """What happened to the values of a file's tensors; of one written under several names, in the first one's file."""
-        own = [tensor.source.name for tensor, name, _ in shard.tensors if name == tensor.names[0]]
-        found = {name: self.counts[name] for name in own}
-        return {name: (counts.values, counts.rounded, counts.overflowed) for name, counts in found.items()}
-
-    def tensors(self, shard: Shard, output: FileOutput | StreamOutput, forward_only: bool) -> None:
-        gaps = dict(zip((name for _, name, _ in shard.tensors), shard.gaps, strict=True)) if shard.gaps else {}
-        for tensor, name, offset in shard.tensors:
-            counted = self.stream.run(tensor, self.source(tensor), [Target(output, offset)], forward_only)
-            if name == tensor.names[0]:
-                self.counts[tensor.source.name] = counted
-            self.progress(tensor.dtype.nbytes(tensor.shape))
-            if name in gaps:
-                where, zeros = gaps[name]
-                output.write_at(where, bytes(zeros))
-
-    def source(self, tensor: TensorPlan) -> StoredTensor:
-        """The stored tensor; held in memory where a pipe, which passes once, is to be written under several names."""
-        name = tensor.stored_name
-        stored = self.stored[name]
-        if stored.source.sequential and (len(tensor.names) > 1 or name in self.twinned):
-            held = HeldSource(stored.source.name, stored.source.read(stored.offset, stored.nbytes))
-            stored = self.stored[name] = replace(stored, source=held, offset=0)
-        return stored
-
-    def finish(self) -> None:
-        """Reads a pipe to its end and compares its tied weights, before anything is put in place."""
-        self.job.checkpoint.read_to_end()
-        for head, table in self.job.plan.equal_pairs if self.hashing else ():
-            if self.hashing[head].digest() != self.hashing[table].digest():
-                raise _unequal(self.job.checkpoint, head, table)
-
-
-def _write_file(job: Job, writing: _Writing) -> None:
-    (shard,) = job.shards
-    with ExitStack() as stack:
-        config = _open_config(job, stack)
-        if is_stream(job.options.output):
-            with StreamOutput(job.options.output) as output:
-                writing.shard(shard, output, forward_only=True)
-                writing.finish()
-            commit(*config)
-            return
-        file = stack.enter_context(FileOutput(job.options.output, shard.nbytes, job.options.force))
-        writing.shard(shard, file, forward_only=False)
-        writing.finish()
-        commit(file, *config)
-
-
-def _write_parts(job: Job, writing: _Writing) -> None:
-    """The numbered parts of a GGUF."""
-    with ExitStack() as stack:
-        config = _open_config(job, stack)
-        names = [shard.name for shard in job.shards]
-        parts = PartsOutput(job.options.output, names, job.options.force, job.identity, job.leftover)
-        writing.shards(stack.enter_context(parts))
-        commit(parts, *config)
-
-
-def _open_config(job: Job, stack: ExitStack) -> list[FileOutput]:
-    """Writes a config of its own; what is to be put in place with the weights, and after them.
-
-    Weights alone are seen to be alone, a config alone misleads.
-    """
-    if job.config_target is None:
-        return []
-    if is_stream(job.config_target):
-        stack.enter_context(StreamOutput(job.config_target)).write_at(0, job.config.to_bytes())
-        return []
-    output = stack.enter_context(FileOutput(job.config_target, force=job.options.force))
-    output.write_at(0, job.config.to_bytes())
-    return [output]
-
-
-def _write_directory(job: Job, writing: _Writing) -> None:
-    with ExitStack() as stack:
-        config = _open_config(job, stack)
-        target = job.options.output.rstrip("/")
-        folder = stack.enter_context(DirectoryOutput(target, job.options.force, job.identity, job.leftover))
-        writing.shards(folder)
-        # The parts of a GGUF name each other; an index and a config.json are safetensors affairs.
-        if len(job.shards) > 1 and not job.checkpoint.gguf:
-            weight_map = {name: shard.name for shard in job.shards for _, name, _ in shard.tensors}
-            total = sum(tensor.dtype.nbytes(tensor.shape) for shard in job.shards for tensor, _, _ in shard.tensors)
-            _write_bytes(folder, INDEX, index_bytes(weight_map, total))
-        if job.config_target is None and job.config.present and not job.checkpoint.gguf:
-            _write_bytes(folder, "config.json", job.config.to_bytes())
-        for name, content in job.companions.items():
-            if isinstance(content, bytes):
-                _write_bytes(folder, name, content)
-            else:
-                folder.copy(content, name)
-        commit(folder, *config)
-
-
-def _write_bytes(folder: DirectoryOutput, name: str, data: bytes) -> None:
-    with folder.open(name, len(data)) as output:
-        output.write_at(0, data)

@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save
 
-from widen_cli.convert import Report, prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError, printable
+from widen_cli.jobs import Report
 from widen_cli.options import Options
 from widen_cli.plan.text import plan_text
+from widen_cli.writing import run
 
 Array = npt.NDArray[Any]
 TOLERANCE = 1e-5  # float32 sums in another order; a wrong factor or epsilon is off by 1e-2 and more

@@ -14,15 +14,17 @@ import numpy as np
 
 from widen_cli.adapters import open_adapter
 from widen_cli.checkpoint import GGUF_RECORD, Checkpoint, open_checkpoint
-from widen_cli.convert import Job, Report, derive, prepare
+from widen_cli.convert import prepare
 from widen_cli.dtypes import DType
 from widen_cli.errors import WidenError, printable
 from widen_cli.gguf.checkpoint import changed_metadata
 from widen_cli.gguf.values import GgufValue
+from widen_cli.jobs import Job, Report
 from widen_cli.options import Options
 from widen_cli.plan import TensorPlan
 from widen_cli.records import Record, read_record
 from widen_cli.safetensors_file import StoredTensor
+from widen_cli.writing import derive
 
 
 class NotRecordedError(WidenError):

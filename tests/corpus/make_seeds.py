@@ -17,8 +17,9 @@ from gguf.quants import quantize
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as torch_save
 
-from widen_cli.convert import prepare, run
+from widen_cli.convert import prepare
 from widen_cli.options import Options
+from widen_cli.writing import run
 
 SEEDS = Path(__file__).parent / "seeds"
 CONFIG: dict[str, Any] = {

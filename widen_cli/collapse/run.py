@@ -15,10 +15,11 @@ from widen_cli.collapse.average import Distance
 from widen_cli.collapse.stream import Fold, FoldStream
 from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
-from widen_cli.convert import Job, check_equal, chosen_map, run
+from widen_cli.convert import chosen_map
 from widen_cli.dtypes import CONFIG_NAMES, STORED, DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.gguf.checkpoint import FILE_TYPE, described_anew
+from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
 from widen_cli.plan.growth import parse_grow
@@ -28,7 +29,9 @@ from widen_cli.plan.result import DEPENDS, ROUNDS
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
+from widen_cli.tied import check_equal
 from widen_cli.transform import Counts
+from widen_cli.writing import run
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
 BLOCKS_REMEDY = "give --dequantize f32 (or f16), which folds the numbers"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from widen_cli.checkpoint import Checkpoint, open_checkpoint
-from widen_cli.convert import prepare, run
+from widen_cli.convert import prepare
 from widen_cli.errors import WidenError, printable
 from widen_cli.gguf.header import read_gguf_header
 from widen_cli.gguf.model import part_names
@@ -21,6 +21,7 @@ from widen_cli.running.comparison import EMBEDDINGS, Outputs
 from widen_cli.running.judgement import bounds, disturbances, judged
 from widen_cli.running.result import ROUNDOFF, Asked, Known, Outcome, RunResult, roundoff_of
 from widen_cli.sources import FileSource
+from widen_cli.writing import run
 
 LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48)  # of the seeded prompts, after each of which the next token is asked for
 CHUNK = 1 << 22  # of a tensor's values, disturbed at once
