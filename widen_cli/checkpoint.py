@@ -87,7 +87,7 @@ class Checkpoint:
                 if self.gguf is not None:
                     expect_end(source, self.gguf.header)
                     continue
-                source.read(max(tensor.offset + tensor.nbytes for tensor in self.tensors), 0)
+                source.read(max(source.position, source.promised), 0)
                 source.expect_end()
 
     def close(self) -> None:

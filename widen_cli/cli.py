@@ -223,6 +223,7 @@ def _summary(report: Report, quiet: int) -> None:
         click.echo(note, err=True)
     if quiet == 0:
         exactness = "function-exact" + ("" if rounded or overflowed or not plan.exact else " and bit-exact")
+        exactness = f"approximate, by {printable(plan.approximate)}" if plan.approximate else exactness
         click.echo(
             f"{_shown_output(report)}: {plan.architecture}, {plan.grown}, {plan.mode}; {exactness}; {_rounding(report)}",
             err=True,

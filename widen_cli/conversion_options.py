@@ -13,6 +13,7 @@ from widen_cli.errors import WidenError
 from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
 from widen_cli.plan.modes import MODES
+from widen_cli.rebuild.wish import parse_depth
 
 P = ParamSpec("P")
 
@@ -54,6 +55,17 @@ CONVERSION = (
         callback=readable(parse_grow),
         metavar="AXIS=N,...",
         help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay.",
+    ),
+    click.option(
+        "--depth",
+        callback=readable(parse_depth),
+        metavar="[STACK:]N",
+        multiple=True,
+        help="Add layers that pass the stream on as it is: 2x, +4 (spread), +4@end, +4@7 (behind layer 7) or a new total; or lay "
+        "layers anew: 0-23,8-31 or drop:5,7-9 (another function). Alone, the width stays.",
+    ),
+    click.option(
+        "--allow-approximate", is_flag=True, help="Take what changes the function, where an option says that it does."
     ),
     click.option(
         "--scaling",

@@ -26,6 +26,7 @@ from widen_cli.plan import Plan, PlanRequest, check_names, make_plan, unread_eps
 from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.result import EXACT, ConfigChange
 from widen_cli.plan.written import WrittenTypes
+from widen_cli.rebuild import deepened
 from widen_cli.records import Record, Was
 from widen_cli.resuming import identity_of, to_resume
 from widen_cli.shards import output_shards
@@ -75,6 +76,7 @@ def _planned(
 ) -> tuple[Checkpoint, Plan, tuple[str, ...]]:
     """The input with its map's part of the config, its plan, and what is doubtful about either."""
     if options.base is not None:
+        _refuse_depth(options)
         plan, told = plan_with_base(
             checkpoint, options.base, options.config, options.map, options.strip_prefix, request
         )
@@ -89,10 +91,23 @@ def _planned(
         check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
         raise WidenError(*checkpoint.faults)
     unread = () if options.map is None else unread_epsilons(architecture, checkpoint.config, options.map)
+    if options.depth:
+        check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
+    view = deepened(checkpoint, architecture, choice.root, options.depth, options.allow_approximate)
+    checkpoint = view.of(checkpoint) if view is not None else checkpoint
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
     plan = _described(plan, checkpoint, options)
+    plan = view.planned(plan) if view is not None else plan
     check_equal(checkpoint, plan)
     return _recorded(options, checkpoint, plan, architecture), plan, (*choice.warnings, *unread)
+
+
+def _refuse_depth(options: Options) -> None:
+    if options.depth:
+        raise WidenError(
+            f"--depth {options.depth[0]}: an adapter's layers are those of its base; a deeper base takes one that is trained on it, "
+            "or merge the adapter into its base first"
+        )
 
 
 def chosen_map(options: Options, checkpoint: Checkpoint) -> Choice:
@@ -139,7 +154,7 @@ def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Check
 
 def _request(options: Options) -> PlanRequest:
     grow = parse_grow(options.grow) if options.grow is not None else {}
-    factor = options.factor if options.factor is not None or grow else 2
+    factor = options.factor if options.says_growth else 2
     asked = (options.dtype, options.dequantize, options.embedding_type)
     types = WrittenTypes(*(STORED[name] if name else None for name in asked))
     name = "standard input" if options.input == "-" else options.input

@@ -105,6 +105,41 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """A rule by which a layer's number says of what kind it is.
+
+    `key` is the config key whose list takes the rule's place, with `values` for where `kind` holds and where not; `weights`:
+    the kinds have different tensors.
+    """
+
+    kind: Formula
+    key: str | None
+    values: tuple[Any, ...]
+    weights: bool
+    why: str | None
+
+
+@dataclass(frozen=True)
+class Depth:
+    """What --depth needs to know of a family.
+
+    `zero` are the weights that make nothing in a layer which passes the stream on, where shapes do not tell. `per_layer` are
+    config keys with a value for each layer, `numbers` those that list layers by number, `runs` those of `[kinds, times]`,
+    `roots` those that the model divides by the root of the number of layers. `reasons` say under which condition no layer
+    passes the stream on, `fixed` under which layers cannot be numbered anew.
+    """
+
+    zero: tuple[str, ...] = ()
+    per_layer: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    schedules: tuple[Schedule, ...] = ()
+    reasons: tuple[tuple[Formula, str], ...] = ()
+    fixed: tuple[tuple[Formula, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
@@ -138,6 +173,7 @@ class ArchitectureMap:
     sidecars: dict[str, dict[str, str]]
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rope: Rope | None = None
+    depth: Depth = field(default_factory=Depth)
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
     todo: tuple[tuple[str, Place], ...] = ()

@@ -62,6 +62,25 @@ class RopeSection(_Section):
     reasons: list[ReasonSection] = []
 
 
+class ScheduleSection(_Section):
+    kind: str
+    key: str | None = None
+    values: list[Any] = Field(default=[], max_length=2)
+    weights: bool = False
+    why: str | None = None
+
+
+class DepthSection(_Section):
+    zero: list[str] = []
+    per_layer: list[str] = []
+    numbers: list[str] = []
+    runs: list[str] = []
+    roots: list[str] = []
+    schedules: list[ScheduleSection] = []
+    reasons: list[ReasonSection] = []
+    fixed: list[ReasonSection] = []
+
+
 class MapDocument(_Section):
     architecture: str
     extends: str | None = None
@@ -84,6 +103,7 @@ class MapDocument(_Section):
     output: str | None = None
     sidecars: dict[str, dict[str, str]] = {}
     rope: RopeSection | None = None
+    depth: DepthSection = DepthSection()
     multipliers: list[str] = []
     scalars: dict[str, str] = {}
     todo: list[str] = []
@@ -168,6 +188,7 @@ def _known_keys(path: Keys) -> list[str]:
         "tied": TieSection,
         "growth": GrowthSection,
         "rope": RopeSection,
+        "depth": DepthSection,
     }
     section = MapDocument if len(path) == 1 else sections.get(str(path[0]), MapDocument)
     return [field.alias or name for name, field in section.model_fields.items()]

@@ -29,8 +29,8 @@ from widen_cli.map_file import (
     parse_map_data,
     read_map_data,
 )
-from widen_cli.map_rules import LAST, ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie, last_of
-from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
+from widen_cli.map_rules import LAST, ArchitectureMap, Axis, Depth, Growth, Rope, Schedule, Space, TensorRule, Tie, last_of
+from widen_cli.map_schema import MapDocument, ReasonSection, TensorSection, map_document, real_path
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
 Parsed = TypeVar("Parsed")
@@ -117,6 +117,7 @@ class _Compiler:
                 sidecars=document.sidecars,
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
+                depth=self.depth(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
                 todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
@@ -175,7 +176,12 @@ class _Compiler:
         return None if text is None else self.condition(str(text), path, document, functions)
 
     def condition(
-        self, text: str, path: Keys, document: MapDocument, functions: Iterable[str] = CONDITION_FUNCTIONS
+        self,
+        text: str,
+        path: Keys,
+        document: MapDocument,
+        functions: Iterable[str] = CONDITION_FUNCTIONS,
+        extra: Iterable[str] = (),
     ) -> Formula:
         formula = self.parsed(parse_formula, text, path, "True")
         keys = {
@@ -183,7 +189,7 @@ class _Compiler:
             for axis in document.axes.values()
             for key in ([axis.key] if isinstance(axis.key, str) else axis.key or [])
         }
-        self.check_formula(formula, path, {*document.axes, *document.config, *keys}, functions)
+        self.check_formula(formula, path, {*document.axes, *document.config, *keys, *extra}, functions)
         patterns = {name.rstrip("?") for name in document.tensors}
         for name, column in stored_names(formula):
             if name not in patterns:
@@ -224,11 +230,42 @@ class _Compiler:
                 self.key_fault(("rope",), f"{method} needs 'keys', the config keys of the angles' base")
         if "frequencies" in methods and section.tensor is None and not section.lists:
             self.key_fault(("rope",), "frequencies needs a 'tensor' or 'lists' of numbers that divide them")
-        reasons = tuple(
-            (self.condition(reason.condition, ("rope", "reasons", n, "if"), document), reason.why)
-            for n, reason in enumerate(section.reasons)
-        )
+        reasons = self.reasons(section.reasons, ("rope", "reasons"), document)
         return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, reasons)
+
+    def reasons(
+        self, sections: Iterable[ReasonSection], path: Keys, document: MapDocument
+    ) -> tuple[tuple[Formula, str], ...]:
+        return tuple(
+            (self.condition(reason.condition, (*path, n, "if"), document), reason.why)
+            for n, reason in enumerate(sections)
+        )
+
+    def depth(self, document: MapDocument) -> Depth:
+        section = document.depth
+        patterns = {name.rstrip("?") for name in document.tensors}
+        for number, name in enumerate(section.zero):
+            if name not in patterns:
+                self.fault(
+                    ("depth", "zero", number), f"'{name}' is no tensor of this map{did_you_mean(name, patterns)}"
+                )
+        schedules = []
+        for number, schedule in enumerate(section.schedules):
+            path: Keys = ("depth", "schedules", number)
+            if (schedule.key is None) != (len(schedule.values) != 2):
+                self.fault(path, "a 'key' needs two 'values', for the layers of which 'kind' holds and for the others")
+            kind = self.condition(schedule.kind, (*path, "kind"), document, extra=("layer", "layers"))
+            schedules.append(Schedule(kind, schedule.key, tuple(schedule.values), schedule.weights, schedule.why))
+        return Depth(
+            zero=tuple(section.zero),
+            per_layer=tuple(section.per_layer),
+            numbers=tuple(section.numbers),
+            runs=tuple(section.runs),
+            roots=tuple(section.roots),
+            schedules=tuple(schedules),
+            reasons=self.reasons(section.reasons, ("depth", "reasons"), document),
+            fixed=self.reasons(section.fixed, ("depth", "fixed"), document),
+        )
 
     def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
         for name, sections in document.tensors.items():

@@ -19,6 +19,8 @@ class Options:
     output: str
     factor: int | None = None
     grow: str | None = None
+    depth: tuple[str, ...] = ()
+    allow_approximate: bool = False
     scaling: str = "auto"
     dtype: str | None = None
     dequantize: str | None = None
@@ -40,3 +42,8 @@ class Options:
     dry_run: bool = False
     named: bool = True
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
+
+    @property
+    def says_growth(self) -> bool:
+        """Whether anything says what is to grow; where nothing does, it is the width, by 2."""
+        return self.factor is not None or self.grow is not None or bool(self.depth)

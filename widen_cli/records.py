@@ -30,6 +30,8 @@ class Said(BaseModel):
 
     factor: int | None = Field(default=None, ge=2, le=FACTOR_LIMIT)
     grow: str | None = None
+    depth: list[str] = []
+    allow_approximate: bool = False
     scaling: str = "auto"
     dtype: str | None = None
     dequantize: str | None = None
@@ -119,8 +121,8 @@ class Record(BaseModel):
     ) -> Self:
         """The record of a planned run; `before` is the text of the input's."""
         said: dict[str, Any] = {name: getattr(options, name) for name in Said.model_fields}
-        said |= {"scaling": plan.mode, "settings": list(options.settings)}
-        if options.factor is None and options.grow is None:
+        said |= {"scaling": plan.mode, "settings": list(options.settings), "depth": list(options.depth)}
+        if not options.says_growth:
             said["factor"] = 2
         return cls(
             tool=__version__,
@@ -140,9 +142,10 @@ class Record(BaseModel):
     def again(self, options: Options) -> Options:
         """The options of a run that makes the same once more; what `options` says itself counts before the record."""
         plain = Options(options.input, options.output)
-        said: dict[str, Any] = {**dict(self.said), "settings": tuple(self.said.settings)}
-        if options.factor is not None or options.grow is not None:
-            said |= {"factor": None, "grow": None}
+        said: dict[str, Any] = dict(self.said)
+        said |= {"settings": tuple(self.said.settings), "depth": tuple(self.said.depth)}
+        if options.says_growth:
+            said |= {"factor": None, "grow": None, "depth": ()}
         given = {name: value for name, value in said.items() if getattr(options, name) == getattr(plain, name)}
         if options.map is None and self.map is not None:
             given |= {"recorded_map": self.map, "recorded_map_alone": self.own_map}

@@ -177,6 +177,25 @@ class HeldSource:
         self._data.release()
 
 
+class FilledSource:
+    """One value throughout, `item` over and over, for tensors that no file holds; only what is read takes memory."""
+
+    sequential = False
+
+    def __init__(self, name: str, item: bytes, nbytes: int) -> None:
+        self.name = name
+        self.size: int | None = nbytes
+        self._item = item
+
+    def read(self, offset: int, nbytes: int) -> bytes | memoryview:
+        start = offset % len(self._item)
+        times = -(-(start + nbytes) // len(self._item))
+        return memoryview(self._item * times)[start : start + nbytes]
+
+    def close(self) -> None:
+        pass
+
+
 def _truncated(name: str, missing: int) -> WidenError:
     return WidenError(f"{name}: truncated: {missing} bytes missing; download or copy it again")
 

@@ -150,6 +150,11 @@ class _Making:
 
 def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults) -> _Prepared:
     asked, was = making.asked, making.was
+    if asked.depth:
+        raise WidenError(
+            f"{printable(wide.name)}: was made with --depth {' --depth '.join(asked.depth)}, and layers are not taken back by folding; "
+            "widen-ckpt with --depth drop:... --allow-approximate leaves the new ones out"
+        )
     choice = chosen_map(asked, wide)
     wide = replace(wide, config=wide.config.within(choice.section))
     check_settings(choice.architecture, wide.found_config, parse_settings(options.settings))
@@ -217,7 +222,7 @@ def _resolved(
 
 
 def _says_growth(options: Options) -> bool:
-    return options.factor is not None or options.grow is not None
+    return options.says_growth
 
 
 def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | None:

@@ -301,6 +301,11 @@ def _counts(
     return counts
 
 
+def layer_counts(architecture: ArchitectureMap, match: Match, config: ModelConfig) -> dict[str, int]:
+    """How many layers, or experts, there are of each repeated pattern."""
+    return _counts(architecture, match, config_lookup(architecture, config))
+
+
 def _first_known(keys: Sequence[str], lookup: Lookup) -> Any:
     for key in keys[:-1]:
         with suppress(UnknownValueError):

@@ -173,7 +173,8 @@ class Plan:
     """Everything that one run will write, resolved before a byte moves.
 
     `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states;
-    `tensors` stands in the order of the input; `warnings` are for the user.
+    `tensors` stands in the order of the input; `warnings` are for the user. `rebuilt` says what was made of the model before
+    it was widened, `approximate` why the result computes another function; both are empty as a rule.
     """
 
     architecture: str
@@ -190,11 +191,14 @@ class Plan:
     axes: tuple[str, ...] = ()
     equal_pairs: tuple[tuple[str, str], ...] = ()
     output: str | None = None
+    rebuilt: str = ""
+    approximate: str = ""
 
     @property
     def grown(self) -> str:
-        """The axes that grow, in words."""
-        grown = [f"{axis} x{self.factors[axis]}" for axis in self.axes if self.factors[axis] != 1]
+        """What the model was rebuilt to before, and the axes that grow, in words."""
+        grown = [self.rebuilt] if self.rebuilt else []
+        grown += [f"{axis} x{self.factors[axis]}" for axis in self.axes if self.factors[axis] != 1]
         return ", ".join(grown) or "nothing grows"
 
     @property

@@ -14,6 +14,7 @@ from widen_cli.plan.result import ROUNDS, ConfigChange, Plan, TensorPlan
 def plan_text(plan: Plan) -> str:
     """The plan as a table: pattern, stored shape, new shape, factor, dtype, exactness, how many; then scales and config."""
     lines = [f"map {plan.architecture}: {plan.grown}", f"scaling {plan.mode}: {plan.why}"]
+    lines += [f"approximate: {plan.approximate} changes the function"] if plan.approximate else []
     lines += [f"note: {note}" for note in plan.notes]
     lines += ["", *_columns(list(_tensor_rows(plan))), ""]
     scales = ", ".join(f"{space} {scale}" for space, scale in plan.scales.items() if not scale.is_one)
@@ -81,7 +82,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "why": plan.why,
         "factors": {axis: plan.factors[axis] for axis in plan.axes},
         "scales": {space: {"text": str(scale), "value": float(scale)} for space, scale in plan.scales.items()},
-        "function_exact": True,
+        "function_exact": not plan.approximate,
         "bit_exact": _bit_exact(plan),
         "tensors": [_tensor_json(tensor) for tensor in plan.tensors],
         "left_out": list(plan.dropped),

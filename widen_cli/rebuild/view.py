@@ -1,0 +1,71 @@
+"""A checkpoint seen as another: a list of new names, each with the stored tensor whose bytes it takes or one value throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from widen_cli.checkpoint import Checkpoint
+from widen_cli.plan import Plan
+from widen_cli.plan.result import ConfigChange
+from widen_cli.safetensors_file import StoredTensor
+from widen_cli.sources import FilledSource
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the rebuilt model: its name, and the stored tensor whose type, shape and bytes it has.
+
+    `item`: it holds these bytes over and over in place of the stored ones.
+    """
+
+    name: str
+    stored: StoredTensor
+    item: bytes | None = None
+
+    @property
+    def tensor(self) -> StoredTensor:
+        """The piece as if it had been stored."""
+        if self.item is None:
+            return replace(self.stored, name=self.name)
+        return replace(self.stored, name=self.name, offset=0, source=FilledSource(self.name, self.item, self.stored.nbytes))
+
+
+@dataclass(frozen=True)
+class View:
+    """What a rebuilt model is made of: pieces in the order of the bytes they take, so that a pipe can give them.
+
+    `config` are the values that change with it, `told` says in few words what was done, `notes` and `warnings` say more.
+    `approximate` says why the function is another, and is empty where it is the same.
+    """
+
+    pieces: tuple[Piece, ...]
+    config: tuple[ConfigChange, ...]
+    told: str
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    approximate: str = ""
+
+    def of(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint as the view sees it."""
+        values = {change.key: change.new for change in self.config}
+        tensors = tuple(piece.tensor for piece in self.pieces)
+        return replace(checkpoint, tensors=tensors, config=checkpoint.config.with_values(values))
+
+    def planned(self, plan: Plan) -> Plan:
+        """The plan made of such a checkpoint, with what the view did before."""
+        return replace(
+            plan,
+            config=_joined(self.config, plan.config),
+            rebuilt=self.told,
+            approximate=self.approximate,
+            notes=(*self.notes, *plan.notes),
+            warnings=(*self.warnings, *plan.warnings),
+        )
+
+
+def _joined(first: Sequence[ConfigChange], then: Sequence[ConfigChange]) -> tuple[ConfigChange, ...]:
+    """The changes in one step; of a key that changes twice, from the first value to the last."""
+    before = {change.key: change for change in first}
+    later = {change.key: replace(change, old=before[change.key].old) if change.key in before else change for change in then}
+    return (*(change for change in first if change.key not in later), *later.values())
