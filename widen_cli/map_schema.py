@@ -50,7 +50,7 @@ class GrowthSection(_Section):
 
 
 class ReasonSection(_Section):
-    condition: str = Field(alias="if")
+    condition: str | bool = Field(alias="if")
     why: str
 
 

@@ -29,7 +29,19 @@ from widen_cli.map_file import (
     parse_map_data,
     read_map_data,
 )
-from widen_cli.map_rules import LAST, ArchitectureMap, Axis, Depth, Growth, Rope, Schedule, Space, TensorRule, Tie, last_of
+from widen_cli.map_rules import (
+    LAST,
+    ArchitectureMap,
+    Axis,
+    Depth,
+    Growth,
+    Rope,
+    Schedule,
+    Space,
+    TensorRule,
+    Tie,
+    last_of,
+)
 from widen_cli.map_schema import MapDocument, ReasonSection, TensorSection, map_document, real_path
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
@@ -237,7 +249,7 @@ class _Compiler:
         self, sections: Iterable[ReasonSection], path: Keys, document: MapDocument
     ) -> tuple[tuple[Formula, str], ...]:
         return tuple(
-            (self.condition(reason.condition, (*path, n, "if"), document), reason.why)
+            (self.condition(str(reason.condition), (*path, n, "if"), document), reason.why)
             for n, reason in enumerate(sections)
         )
 

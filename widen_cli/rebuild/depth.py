@@ -43,7 +43,11 @@ def deepened(
     match = match_tensors(architecture, checkpoint.tensors, checkpoint.config, root)
     stacks = _stacks(architecture, match, checkpoint)
     chosen = {_chosen(wish, stacks, checkpoint, architecture).pattern: wish for wish in wishes}
-    built = [_Deep(checkpoint, architecture, match, stack, chosen[stack.pattern]) for stack in stacks if stack.pattern in chosen]
+    built = [
+        _Deep(checkpoint, architecture, match, stack, chosen[stack.pattern])
+        for stack in stacks
+        if stack.pattern in chosen
+    ]
     approximate = "; ".join(deep.wish.said for deep in built if not deep.wish.keeps)
     if approximate and not allowed:
         raise WidenError(
@@ -54,11 +58,15 @@ def deepened(
     for deep in built:
         pieces = [new for piece in pieces for new in deep.pieces(piece)]
     counted = list(_counts(stacks, built, checkpoint, architecture))
-    changes = [change for change in (*counted, *(each for deep in built for each in deep.changes)) if change.old != change.new]
+    changes = [
+        change for change in (*counted, *(each for deep in built for each in deep.changes)) if change.old != change.new
+    ]
     warnings: list[str] = []
     if not checkpoint.config.present and changes:
         listed = ", ".join(f"{change.key} = {change.new}" for change in changes)
-        warnings.append(f"{printable(checkpoint.name)}: no config was found, so none is written; whatever loads the result needs {listed}")
+        warnings.append(
+            f"{printable(checkpoint.name)}: no config was found, so none is written; whatever loads the result needs {listed}"
+        )
     return View(
         pieces=tuple(pieces),
         config=tuple(changes),
@@ -114,7 +122,9 @@ def _chosen(wish: Wish, stacks: Sequence[_Stack], checkpoint: Checkpoint, archit
         return fitting[0]
     words = [stack.word for stack in stacks]
     if not words:
-        raise WidenError(f"{wish.said}: map '{architecture.architecture}' counts no layers by 'repeats'; say there what they are")
+        raise WidenError(
+            f"{wish.said}: map '{architecture.architecture}' counts no layers by 'repeats'; say there what they are"
+        )
     if wish.stack is None:
         raise WidenError(
             f"{wish.said}: {printable(checkpoint.name)} has {len(words)} stacks of layers, {' and '.join(words)}; "
@@ -151,7 +161,7 @@ class _Deep:
         self.unsaid = [
             key
             for key, value in checkpoint.config.values.items()
-            if isinstance(value, list) and len(value) == stack.count > 1 and not self.said(architecture, key)
+            if isinstance(value, list) and len(value) == stack.count > 2 and not self.said(architecture, key)
         ]
 
     def refuse(self, architecture: ArchitectureMap) -> None:
@@ -170,7 +180,12 @@ class _Deep:
     def said(self, architecture: ArchitectureMap, key: str) -> bool:
         """Whether the map says what a list in the config is."""
         depth = architecture.depth
-        listed = (*depth.per_layer, *depth.numbers, *depth.runs, *(architecture.rope.lists if architecture.rope else ()))
+        listed = (
+            *depth.per_layer,
+            *depth.numbers,
+            *depth.runs,
+            *(architecture.rope.lists if architecture.rope else ()),
+        )
         return key in (*listed, *(each.key for each in depth.schedules), "architectures", "eos_token_id")
 
     def standing(self) -> set[str]:
@@ -206,7 +221,9 @@ class _Deep:
         if not rule.offset:
             return bytes(1)
         if dtype.name not in _MINUS_ONE:
-            raise WidenError(f"{printable(self.file)}: '{printable(name)}' holds 1 + w as {dtype.name}, which has no -1 here; convert it to F32")
+            raise WidenError(
+                f"{printable(self.file)}: '{printable(name)}' holds 1 + w as {dtype.name}, which has no -1 here; convert it to F32"
+            )
         return _MINUS_ONE[dtype.name]
 
     def pieces(self, piece: Piece) -> Iterator[Piece]:

@@ -99,7 +99,9 @@ class Schedules:
         try:
             return evaluate(formula, known)
         except ValueError as error:
-            raise WidenError(f"{printable(self.config.name)}: its values do not fit what the map asks: {error}") from None
+            raise WidenError(
+                f"{printable(self.config.name)}: its values do not fit what the map asks: {error}"
+            ) from None
 
     def _scheduled(self, schedule: Schedule, slots: Sequence[Slot]) -> Iterator[ConfigChange]:
         kinds = [self.kind(schedule, slot.source, self.count) for slot in slots]
@@ -154,9 +156,7 @@ class Schedules:
         return ConfigChange(key, self.config.get(key), new, EXACT)
 
 
-def refusal(
-    pairs: Sequence[tuple[Formula, str]], value: Callable[[Formula, dict[str, int]], Any]
-) -> str | None:
+def refusal(pairs: Sequence[tuple[Formula, str]], value: Callable[[Formula, dict[str, int]], Any]) -> str | None:
     """The reason of the first condition that holds, None where none does."""
     for formula, why in pairs:
         try:

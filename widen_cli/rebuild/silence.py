@@ -16,7 +16,9 @@ from widen_cli.plan.match import Matched
 from widen_cli.plan.spaces import carrier, paths
 
 
-def silenced(architecture: ArchitectureMap, inside: Sequence[Matched], outside: Sequence[Matched], file: str) -> set[str]:
+def silenced(
+    architecture: ArchitectureMap, inside: Sequence[Matched], outside: Sequence[Matched], file: str
+) -> set[str]:
     """The name patterns of the weights that are zero, of a stack's tensors `inside` and all others `outside`.
 
     Raises WidenError where neither the map nor its shapes tell.
@@ -29,8 +31,9 @@ def silenced(architecture: ArchitectureMap, inside: Sequence[Matched], outside: 
     gains = [pattern for pattern, item in writers.items() if not _is_matrix(item) and _module(pattern) not in matrices]
     if gains:
         raise WidenError(
-            f"{printable(file)}: '{gains[0]}' is a norm that writes the stream, and map '{architecture.architecture}' does not say "
-            "by 'depth: {zero: [...]}' which weights are zero in a layer that passes the stream on as it is"
+            f"{printable(file)}: '{gains[0]}' is a norm that writes the stream. Behind a sum, as BERT's, it lets no layer pass the "
+            "stream on as it is; if it stands behind a branch, as Gemma 2's, say in the map "
+            f"('{architecture.architecture}') by 'depth: {{zero: [...]}}' which weights are zero in such a layer"
         )
     if not writers:
         raise WidenError(

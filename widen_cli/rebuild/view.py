@@ -28,7 +28,9 @@ class Piece:
         """The piece as if it had been stored."""
         if self.item is None:
             return replace(self.stored, name=self.name)
-        return replace(self.stored, name=self.name, offset=0, source=FilledSource(self.name, self.item, self.stored.nbytes))
+        return replace(
+            self.stored, name=self.name, offset=0, source=FilledSource(self.name, self.item, self.stored.nbytes)
+        )
 
 
 @dataclass(frozen=True)
@@ -67,5 +69,7 @@ class View:
 def _joined(first: Sequence[ConfigChange], then: Sequence[ConfigChange]) -> tuple[ConfigChange, ...]:
     """The changes in one step; of a key that changes twice, from the first value to the last."""
     before = {change.key: change for change in first}
-    later = {change.key: replace(change, old=before[change.key].old) if change.key in before else change for change in then}
+    later = {
+        change.key: replace(change, old=before[change.key].old) if change.key in before else change for change in then
+    }
     return (*(change for change in first if change.key not in later), *later.values())

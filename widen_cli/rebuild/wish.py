@@ -77,7 +77,9 @@ class Wish:
     def _at(self, count: int, number: int, place: str) -> Iterator[Slot]:
         behind = count - 1 if place == "end" else int(place)
         if behind >= count:
-            raise WidenError(f"{self.said}: there is no layer {behind} to put others behind; the last one is {count - 1}")
+            raise WidenError(
+                f"{self.said}: there is no layer {behind} to put others behind; the last one is {count - 1}"
+            )
         for layer in range(count):
             yield Slot(layer)
             if layer == behind:
@@ -121,7 +123,9 @@ def _parsed(text: str) -> Wish:
         stack, rest = stack.removesuffix("drop").removesuffix(":"), f"drop:{rest}"
     read = re.fullmatch(rf"(\d{{1,5}})x|\+(\d{{1,5}})(?:@(?:end|\d{{1,5}}))?|(\d{{1,5}})|(?:drop:)?{_RANGES}", rest)
     if not read or (colon and not stack and not rest.startswith("drop:")) or not re.fullmatch(r"[\w.]*", stack):
-        raise WidenError(f"--depth {printable(text)}: cannot be read; expected {FORMS}, with STACK: before it where there are two")
+        raise WidenError(
+            f"--depth {printable(text)}: cannot be read; expected {FORMS}, with STACK: before it where there are two"
+        )
     if any(group is not None and int(group) < least for group, least in zip(read.groups(), (2, 1, 1), strict=True)):
         raise WidenError(f"--depth {printable(text)}: adds no layer; expected {FORMS}")
     return Wish(stack or None, rest)
