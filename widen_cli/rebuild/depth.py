@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,14 +11,12 @@ from widen_cli.checkpoint import Checkpoint
 from widen_cli.dtypes import DType
 from widen_cli.errors import WidenError, did_you_mean, printable
 from widen_cli.map_rules import ArchitectureMap, TensorRule, name_pattern
-from widen_cli.plan.match import Match, Matched, config_lookup, layer_counts, match_tensors
-from widen_cli.plan.packed import PackedWeight
+from widen_cli.plan.match import Match, Matched, layer_counts, match_tensors
 from widen_cli.plan.result import EXACT, ConfigChange
 from widen_cli.rebuild.schedules import Schedules, refusal
 from widen_cli.rebuild.silence import silenced
 from widen_cli.rebuild.view import Piece, View
-from widen_cli.rebuild.wish import Slot, Wish, parse_depth
-from widen_cli.safetensors_file import StoredTensor
+from widen_cli.rebuild.wish import Wish, parse_depth
 
 ALLOW = "--allow-approximate"
 # -1 as stored, the value of a gain w that is used as 1 + w and has to make nothing.
@@ -110,9 +109,7 @@ def _number(match: Match, pattern: str, name: str) -> tuple[int, int] | None:
     return span if span and name[slice(*span)].isdigit() else None
 
 
-def _number_pattern(match: Match, pattern: str):  # type: ignore[no-untyped-def]
-    import re
-
+def _number_pattern(match: Match, pattern: str) -> re.Pattern[str]:
     return re.compile(name_pattern(match.written(pattern)).pattern + r"(?=\.|$)")
 
 

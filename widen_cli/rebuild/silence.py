@@ -51,12 +51,12 @@ def _streams(architecture: ArchitectureMap, inside: Sequence[Matched], outside: 
             if isinstance(node, ast.Call) and dotted(node.func) == "norm":
                 names = [inner for inner in ast.walk(node.args[0]) if isinstance(inner, ast.Name | ast.Attribute)]
                 normed |= {dotted(name) for name in names}
-    without = {space for item in outside for space in _written(architecture, item)}
+    without = {name for item in outside for name in _written(architecture, item)}
     modules: dict[str, set[str]] = {}
     for item in inside:
-        for space in _written(architecture, item) & normed if _is_matrix(item) else ():
-            modules.setdefault(space, set()).add(_module(item.rule.pattern))
-    return {space for space, found in modules.items() if space in without or len(found) > 1}
+        for name in _written(architecture, item) & normed if _is_matrix(item) else ():
+            modules.setdefault(name, set()).add(_module(item.rule.pattern))
+    return {name for name, found in modules.items() if name in without or len(found) > 1}
 
 
 def _written(architecture: ArchitectureMap, item: Matched) -> set[str]:
