@@ -128,7 +128,7 @@ def _chosen(wish: Wish, stacks: Sequence[_Stack], checkpoint: Checkpoint, archit
             f"name one, as in --depth {_short(words)}:{wish.text}"
         )
     raise WidenError(
-        f"{wish.said}: '{wish.stack}' is {'in the name of several' if fitting else 'no'} stack of layers"
+        f"{wish.said}: '{wish.stack}' is {'in the names of several stacks' if fitting else 'in the name of no stack'} of layers"
         f"{did_you_mean(wish.stack, words)}; there are {', '.join(words)}"
     )
 

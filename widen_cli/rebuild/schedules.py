@@ -51,8 +51,8 @@ class Schedules:
                 return replace(slot, source=source)
         if slot.passes:
             raise WidenError(
-                f"{self.wish.said}: no layer has the weights that {_listed(decisive)} asks of a new layer {number}; "
-                "choose other places"
+                f"{self.wish.said}: no layer has the weights that a new layer {number} would need: {_listed(decisive)}; "
+                "choose another place or number"
             )
         return slot
 
@@ -115,10 +115,10 @@ class Schedules:
         if schedule.key is None:
             number = moved[0]
             why = schedule.why or "layers are of different kinds by their numbers"
-            raise WidenError(
-                f"{self.wish.said}: layer {slots[number].source} would be layer {number}, which {schedule.kind.text} makes another "
-                f"kind of layer ({why}){self.instead()}"
-            )
+            told = f"layer {slots[number].source} would be layer {number}, which is of another kind"
+            if self.kind(schedule, slots[number].source, len(slots)) != kinds[number]:
+                raise WidenError(f"{self.wish.said}: with {len(slots)} layers {told}: {why}")
+            raise WidenError(f"{self.wish.said}: {told}: {why}{self.instead()}")
         yield self._changed(schedule.key, [schedule.values[0 if kind else 1] for kind in kinds])
 
     def instead(self) -> str:
@@ -168,4 +168,4 @@ def refusal(pairs: Sequence[tuple[Formula, str]], value: Callable[[Formula, dict
 
 
 def _listed(schedules: Sequence[Schedule]) -> str:
-    return " and ".join(schedule.kind.text for schedule in schedules)
+    return ", and ".join(schedule.why or schedule.kind.text for schedule in schedules)
