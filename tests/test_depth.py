@@ -190,7 +190,7 @@ POST_LN = (
         ("t5", "2x", "has 2 stacks of layers, transformer.encoder.block and transformer.decoder.block; name one, as in --depth decoder:2x"),
         ("t5", "decodr:2x", "'decodr' is in the name of no stack of layers"),
         ("albert", "2x", "its layers are one group of weights that is passed num_hidden_layers times; more of it is another function"),
-        ("jamba", "+3", "which is of another kind: attn_layer_period and attn_layer_offset say which have attention; +N@end moves no layer"),
+        ("jamba", "+3", "which is of another kind: attn_layer_period and attn_layer_offset say which have attention"),
         ("llama_biases", "2", "the model has as many already; give a larger total, or drop:1 and the like"),
         ("llama_biases", "+1@7", "there is no layer 7 to put others behind; the last one is 1"),
         ("llama_biases", "0-2", "there is no layer 2; they are numbered 0 to 1, and 0-2 includes both ends"),
