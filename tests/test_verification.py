@@ -131,14 +131,14 @@ def test_convert_verifies_what_it_wrote(narrow: Path, tmp_path: Path, monkeypatc
     result = command("convert", narrow, tmp_path / "wide", "--verify", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["verification"]["same"] is True
-    real = widen_cli.cli.run
+    real = widen_cli.commands.convert.run
 
     def spoiled(*arguments: Any) -> Any:
         report = real(*arguments)
         edited(tmp_path / "again", lambda tensors: tensors[UP].__setitem__((3, 4), 7))
         return report
 
-    monkeypatch.setattr(widen_cli.cli, "run", spoiled)
+    monkeypatch.setattr(widen_cli.commands.convert, "run", spoiled)
     result = command("convert", narrow, tmp_path / "again", "--verify")
     assert result.exit_code == 3
     assert "1 of 15360 values differ, the first at [3, 4]: should be" in result.stderr
