@@ -13,6 +13,7 @@ from widen_cli.errors import WidenError
 from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
 from widen_cli.plan.modes import MODES
+from widen_cli.rebuild.options import EXPERT_OPTIONS
 
 P = ParamSpec("P")
 
@@ -121,6 +122,7 @@ CONVERSION = (
         is_flag=True,
         help="Write a head that is tied to the embedding as a tensor of its own, and say so in the config.",
     ),
+    *EXPERT_OPTIONS,
 )
 
 

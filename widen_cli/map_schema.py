@@ -62,6 +62,22 @@ class RopeSection(_Section):
     reasons: list[ReasonSection] = []
 
 
+class UpcycleSection(_Section):
+    sources: dict[str, dict[str, Any]] = Field(alias="from")
+    axis: str
+    sizes: dict[str, str]
+    config: dict[str, Any] = {}
+    classes: dict[str, str] = {}
+    weights: dict[str, str]
+    shared: dict[str, str] = {}
+    routers: list[str]
+    gates: list[str] = []
+    without: list[str] = []
+    needs: list[str] = []
+    refuses: list[ReasonSection] = []
+    normalised: bool = True
+
+
 class MapDocument(_Section):
     architecture: str
     extends: str | None = None
@@ -84,6 +100,7 @@ class MapDocument(_Section):
     output: str | None = None
     sidecars: dict[str, dict[str, str]] = {}
     rope: RopeSection | None = None
+    upcycle: UpcycleSection | None = None
     multipliers: list[str] = []
     scalars: dict[str, str] = {}
     todo: list[str] = []
@@ -168,6 +185,7 @@ def _known_keys(path: Keys) -> list[str]:
         "tied": TieSection,
         "growth": GrowthSection,
         "rope": RopeSection,
+        "upcycle": UpcycleSection,
     }
     section = MapDocument if len(path) == 1 else sections.get(str(path[0]), MapDocument)
     return [field.alias or name for name, field in section.model_fields.items()]

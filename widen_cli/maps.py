@@ -29,8 +29,21 @@ from widen_cli.map_file import (
     parse_map_data,
     read_map_data,
 )
-from widen_cli.map_rules import LAST, ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie, last_of
+from widen_cli.map_rules import (
+    LAST,
+    ArchitectureMap,
+    Axis,
+    Growth,
+    Rope,
+    Space,
+    TensorRule,
+    Tie,
+    Upcycle,
+    last_of,
+    says_tied,
+)
 from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
+from widen_cli.map_upcycle import upcycle_faults, upcycle_section
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
 Parsed = TypeVar("Parsed")
@@ -66,6 +79,7 @@ def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
     inherited = _with_parents(found, found.name, (*seen, path.resolve()))
     if isinstance(match := inherited.value.get("match"), dict):
         match.pop("by_names", None)  # it is the parent that is taken for a model without a config
+    inherited.value.pop("upcycle", None)  # and the parent that dense models become
     return merged(inherited, data)
 
 
@@ -111,12 +125,13 @@ class _Compiler:
                 spaces=spaces,
                 tensors=tensors,
                 tied=tied,
-                untie=tuple(dict.fromkeys([*_says_tied(tied), *document.untie])),
+                untie=tuple(dict.fromkeys([*says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
                 output=document.output,
                 sidecars=document.sidecars,
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
+                upcycle=self.upcycle(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
                 todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
@@ -175,7 +190,12 @@ class _Compiler:
         return None if text is None else self.condition(str(text), path, document, functions)
 
     def condition(
-        self, text: str, path: Keys, document: MapDocument, functions: Iterable[str] = CONDITION_FUNCTIONS
+        self,
+        text: str,
+        path: Keys,
+        document: MapDocument,
+        functions: Iterable[str] = CONDITION_FUNCTIONS,
+        more: Iterable[str] = (),
     ) -> Formula:
         formula = self.parsed(parse_formula, text, path, "True")
         keys = {
@@ -183,7 +203,7 @@ class _Compiler:
             for axis in document.axes.values()
             for key in ([axis.key] if isinstance(axis.key, str) else axis.key or [])
         }
-        self.check_formula(formula, path, {*document.axes, *document.config, *keys}, functions)
+        self.check_formula(formula, path, {*document.axes, *document.config, *keys, *more}, functions)
         patterns = {name.rstrip("?") for name in document.tensors}
         for name, column in stored_names(formula):
             if name not in patterns:
@@ -229,6 +249,13 @@ class _Compiler:
             for n, reason in enumerate(section.reasons)
         )
         return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, reasons)
+
+    def upcycle(self, document: MapDocument) -> Upcycle | None:
+        for path, message, key in upcycle_faults(document):
+            (self.key_fault if key else self.fault)(path, message)
+        return upcycle_section(
+            document, self.data, lambda text, path, more: self.condition(text, path, document, more=more)
+        )
 
     def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
         for name, sections in document.tensors.items():
@@ -358,12 +385,6 @@ _WHAT = {
     "untie": "config key",
     "output": "axis or space",
 }
-
-
-def _says_tied(tied: Iterable[Tie]) -> Iterator[str]:
-    """The keys by which transformers ties weights, where the ties of a map go by them."""
-    for tie in tied:
-        yield from (word for word in tie.when.words if word.rpartition(".")[2] == "tie_word_embeddings")
 
 
 def _named(head_dim: str | list[str] | None) -> list[str]:

@@ -27,14 +27,14 @@ from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.plan.untie import untied
 from widen_cli.plan.written import WrittenTypes
-from widen_cli.scales import ContradictionError
+from widen_cli.scales import ONE, ContradictionError, Scale
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages.
 
-    `root` stands in front of all tensor names that the map knows.
+    `root` stands in front of all tensor names that the map knows. `times` are factors of their own on tensors, by name.
     """
 
     file: str
@@ -47,6 +47,7 @@ class PlanRequest:
     rope: str | None = None
     root: str = ""
     untie: bool = False
+    times: dict[str, Scale] = field(default_factory=dict)
 
 
 def make_plan(
@@ -282,7 +283,9 @@ class _Planner:
             elif item := matched.get(tensor.name):
                 target = self.request.types.of(self.architecture, item)
                 try:
-                    planned += self.with_grid(builder.tensor_plan(item, self.match, target))
+                    made = builder.tensor_plan(item, self.match, target)
+                    times = self.request.times.get(tensor.name, ONE)
+                    planned += self.with_grid(replace(made, scale=made.scale * times))
                 except (UnfitTypeError, UnfitGridError) as error:
                     unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:
