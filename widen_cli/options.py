@@ -37,7 +37,7 @@ class Options:
     top_k: int | None = None
     slices: int = 1
     router: str = "random"
-    seed: int = 0
+    router_seed: int = 0
     upcycle: str | None = None
     recorded_map: str | None = None
     recorded_map_alone: bool = False

@@ -43,7 +43,7 @@ class Said(BaseModel):
     top_k: int | None = None
     slices: int = Field(default=1, ge=1)
     router: str = "random"
-    seed: int = 0
+    router_seed: int = 0
     upcycle: str | None = None
 
 

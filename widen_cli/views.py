@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -151,7 +152,7 @@ class DrawnSource:
         said = f"{drawn.seed}:{self.name}".encode("utf-8", "surrogatepass")
         bits = np.frombuffer(hashlib.shake_256(said).digest(8 * drawn.rows * drawn.columns), "<u8")
         # 53 bits make a number in [-1, 1); the root of 3 makes their deviation 1.
-        numbers = ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1) * (3**0.5 * drawn.deviation)
+        numbers = ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1) * (math.sqrt(3) * drawn.deviation)
         rows = numbers.reshape(drawn.rows, drawn.columns).repeat(drawn.times, axis=0)
         return rows.astype(self._dtype.numpy)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from widen_cli.checkpoint import Checkpoint, Choice
@@ -15,7 +16,7 @@ from widen_cli.gguf.model import GgufModel
 from widen_cli.gguf.values import GgufValue, ValueType
 from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap, Upcycle
-from widen_cli.maps import catalog_map, map_from_text
+from widen_cli.maps import catalog_map, load_map, map_from_text
 from widen_cli.options import Options
 from widen_cli.plan.checks import check_input
 from widen_cli.plan.match import match_tensors
@@ -56,6 +57,10 @@ def upcycled(options: Options, checkpoint: Checkpoint, choice: Choice) -> Upcycl
         match = match_tensors(source, checkpoint.tensors, checkpoint.config)
         sizes = check_input(source, match, checkpoint.tensors, checkpoint.config, file, faults)
         stored = {item.rule.pattern for item in match.matched}
+        if rules.axis in sizes.layered:
+            faults.add(
+                f"{file}: its feed-forward layers have different sizes, and experts of '{target.architecture}' have one"
+            )
         for name in rules.needs if not options.untie else ():
             if name not in stored:
                 faults.add(
@@ -100,6 +105,13 @@ def _target(options: Options, source: ArchitectureMap, gguf: bool, file: str) ->
     """The map of the new model: the one recorded, the one asked for, or the first that takes the dense family."""
     if options.recorded_target is not None:
         return map_from_text(options.recorded_target, "the recorded map")
+    if options.upcycle is not None and options.upcycle.endswith((".yaml", ".yml")):
+        own = load_map(Path(options.upcycle), options.upcycle)
+        if own.upcycle is not None and source.architecture in own.upcycle.sources:
+            return own
+        raise WidenError(
+            f"{printable(options.upcycle)}: does not say that a dense '{source.architecture}' becomes this ('upcycle', docs/maps.md)"
+        )
     fitting = [name for name, rules in _rules(gguf) if source.architecture in rules.sources]
     ending = ".gguf" if gguf else ""
     if options.upcycle is None and fitting:

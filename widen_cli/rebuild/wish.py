@@ -45,7 +45,7 @@ def wish(options: Options, target: ArchitectureMap, rules: Upcycle) -> Wish:
     """What was asked for. Raises WidenError with everything in it that would not keep the function, or cannot be built."""
     assert options.experts is not None
     usual = min(USUAL * options.slices, options.experts) if rules.normalised else options.experts
-    asked = Wish(options.experts, options.top_k or usual, options.slices, options.router, options.seed)
+    asked = Wish(options.experts, options.top_k or usual, options.slices, options.router, options.router_seed)
     faults = list(_faults(asked, target.architecture, rules))
     if faults:
         raise WidenError(*faults)
@@ -83,7 +83,13 @@ def refuse_experts(options: Options) -> None:
     if options.experts is not None and options.base is not None:
         raise WidenError("--experts: an adapter stays one of its dense base; leave --base or --experts out")
     plain = Options(options.input, options.output)
-    names = {"top_k": "--top-k", "slices": "--slices", "router": "--router", "seed": "--seed", "upcycle": "--upcycle"}
+    names = {
+        "top_k": "--top-k",
+        "slices": "--slices",
+        "router": "--router",
+        "router_seed": "--router-seed",
+        "upcycle": "--upcycle",
+    }
     said = [option for name, option in names.items() if getattr(options, name) != getattr(plain, name)]
     if options.experts is None and said:
         raise WidenError(f"{', '.join(said)}: says how experts are made, and --experts does not say that they are")
