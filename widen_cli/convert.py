@@ -23,10 +23,10 @@ from widen_cli.maps import map_from_text
 from widen_cli.options import Options
 from widen_cli.output_checks import check_output
 from widen_cli.plan import Plan, PlanRequest, check_names, make_plan, unread_epsilons
-from widen_cli.plan.growth import parse_grow
+from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.result import EXACT, ConfigChange
 from widen_cli.plan.written import WrittenTypes
-from widen_cli.rebuild import refuse_experts, upcycled
+from widen_cli.rebuild import refuse_experts, upcycled, with_layers
 from widen_cli.records import Record, Was
 from widen_cli.resuming import identity_of, to_resume
 from widen_cli.shards import output_shards
@@ -95,6 +95,10 @@ def _planned(
         made = upcycled(options, checkpoint, choice)
         checkpoint, architecture = made.checkpoint, made.architecture
         request = replace(request, times=made.times)
+    target = made.architecture if made else None
+    if request.layers:
+        checkpoint, architecture = with_layers(options, checkpoint, architecture, request.layers)
+        target = architecture if architecture is not source else None
     unread = () if options.map is None else unread_epsilons(source, checkpoint.config, options.map)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
     if made is not None:
@@ -102,7 +106,7 @@ def _planned(
     plan = _described(plan, checkpoint, options)
     check_equal(checkpoint, plan)
     return (
-        _recorded(options, checkpoint, plan, source, made.architecture if made else None),
+        _recorded(options, checkpoint, plan, source, target),
         plan,
         (*choice.warnings, *unread),
     )
@@ -157,14 +161,14 @@ def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Check
 
 
 def _request(options: Options) -> PlanRequest:
-    grow = parse_grow(options.grow) if options.grow is not None else {}
+    grow, layers = parse_growth(options.grow) if options.grow is not None else ({}, ())
     factor = 2 if options.grows_by_default else options.factor
     asked = (options.dtype, options.dequantize, options.embedding_type)
     types = WrittenTypes(*(STORED[name] if name else None for name in asked))
     name = "standard input" if options.input == "-" else options.input
     settings = parse_settings(options.settings)
     asked_of = (options.scaling, types, settings, options.layout, options.rope)
-    return PlanRequest(name, factor, grow, *asked_of, untie=options.untie)
+    return PlanRequest(name, factor, grow, *asked_of, untie=options.untie, layers=layers)
 
 
 def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:

@@ -138,6 +138,14 @@ class Upcycle:
 
 
 @dataclass(frozen=True)
+class Layered:
+    """Axes whose sizes may differ from layer to layer, and the families that become this one where they are to."""
+
+    axes: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
@@ -172,10 +180,16 @@ class ArchitectureMap:
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rope: Rope | None = None
     upcycle: Upcycle | None = None
+    layered: Layered | None = None
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
     todo: tuple[tuple[str, Place], ...] = ()
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def layered_from(self) -> tuple[str, ...]:
+        """The families that become this one where layers are to differ."""
+        return self.layered.sources if self.layered else ()
 
     def has_last(self, repeated: str) -> bool:
         """Whether a rule names the last of repeated layers, `layers.-1.` of `layers.*`."""

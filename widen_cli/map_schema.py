@@ -78,6 +78,11 @@ class UpcycleSection(_Section):
     normalised: bool = True
 
 
+class LayeredSection(_Section):
+    axes: list[str]
+    sources: list[str] = Field(default=[], alias="from")
+
+
 class MapDocument(_Section):
     architecture: str
     extends: str | None = None
@@ -101,6 +106,7 @@ class MapDocument(_Section):
     sidecars: dict[str, dict[str, str]] = {}
     rope: RopeSection | None = None
     upcycle: UpcycleSection | None = None
+    layered: LayeredSection | None = None
     multipliers: list[str] = []
     scalars: dict[str, str] = {}
     todo: list[str] = []
@@ -186,6 +192,7 @@ def _known_keys(path: Keys) -> list[str]:
         "growth": GrowthSection,
         "rope": RopeSection,
         "upcycle": UpcycleSection,
+        "layered": LayeredSection,
     }
     section = MapDocument if len(path) == 1 else sections.get(str(path[0]), MapDocument)
     return [field.alias or name for name, field in section.model_fields.items()]

@@ -1,4 +1,4 @@
-"""A map's `upcycle` section, checked: how dense models become mixtures of experts of its kind."""
+"""A map's `upcycle` and `layered` sections, checked: how other models become models of its kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from widen_cli.errors import did_you_mean
 from widen_cli.formulas import Formula
 from widen_cli.map_file import Keys, MapData, map_names
-from widen_cli.map_rules import Upcycle
+from widen_cli.map_rules import Layered, Upcycle
 from widen_cli.map_schema import MapDocument, UpcycleSection
 
 # What a config key of the new model may hold: how many experts there are and work at a time, and how much of the dense
@@ -45,8 +45,17 @@ def upcycle_section(
     )
 
 
+def layered_section(document: MapDocument) -> Layered | None:
+    """Which axes may differ from layer to layer, None for a map of models in which none may."""
+    section = document.layered
+    return None if section is None else Layered(tuple(section.axes), tuple(section.sources))
+
+
 def upcycle_faults(document: MapDocument) -> Iterator[Fault]:
-    """Every fault of the section: where it stands, what it is, and whether the key is at fault and not its value."""
+    """Every fault of the sections: where it stands, what it is, and whether the key is at fault and not its value."""
+    for n, axis in enumerate(document.layered.axes if document.layered else ()):
+        if axis not in document.axes:
+            yield ("layered", "axes", n), f"'{axis}' is no axis of this map{did_you_mean(axis, document.axes)}", False
     section = document.upcycle
     if section is None:
         return

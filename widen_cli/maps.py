@@ -43,7 +43,7 @@ from widen_cli.map_rules import (
     says_tied,
 )
 from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
-from widen_cli.map_upcycle import upcycle_faults, upcycle_section
+from widen_cli.map_upcycle import layered_section, upcycle_faults, upcycle_section
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
 Parsed = TypeVar("Parsed")
@@ -79,7 +79,8 @@ def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
     inherited = _with_parents(found, found.name, (*seen, path.resolve()))
     if isinstance(match := inherited.value.get("match"), dict):
         match.pop("by_names", None)  # it is the parent that is taken for a model without a config
-    inherited.value.pop("upcycle", None)  # and the parent that dense models become
+    for own in ("upcycle", "layered"):  # and the parent that other models become
+        inherited.value.pop(own, None)
     return merged(inherited, data)
 
 
@@ -132,6 +133,7 @@ class _Compiler:
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
                 upcycle=self.upcycle(document),
+                layered=layered_section(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
                 todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),

@@ -15,6 +15,7 @@ from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
+from widen_cli.plan.layer_growth import LayerGrowth, layer_factors
 from widen_cli.plan.layouts import Arrangement, arrange
 from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
@@ -34,7 +35,8 @@ from widen_cli.scales import ONE, ContradictionError, Scale
 class PlanRequest:
     """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages.
 
-    `root` stands in front of all tensor names that the map knows. `times` are factors of their own on tensors, by name.
+    `root` stands in front of all tensor names that the map knows. `times` are factors of their own on
+    tensors, by name; `layers` is what grows in some layers only.
     """
 
     file: str
@@ -48,6 +50,7 @@ class PlanRequest:
     root: str = ""
     untie: bool = False
     times: dict[str, Scale] = field(default_factory=dict)
+    layers: tuple[LayerGrowth, ...] = ()
 
 
 def make_plan(
@@ -63,8 +66,9 @@ def make_plan(
         plan = make_plan(architecture, loose.tensors, loose.config, replace(request, untie=False))
         return loose.told(plan, request.file)
     grown = growing(architecture, match, sizes, config, request)
-    check_requirements(architecture, sizes, grown.growth.factors, printable(request.file))
-    planner = _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary)
+    layered = layer_factors(architecture, sizes, grown.growth.factors, request.layers)
+    check_requirements(architecture, sizes, grown.growth.factors, printable(request.file), layered)
+    planner = _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary, layered)
     plan = planner.plan(tensors)
     if plan.exact or plan.mode == "orthogonal" or not planner.spaces.ties:
         return plan
@@ -132,8 +136,10 @@ class _Planner:
         config: ModelConfig,
         request: PlanRequest,
         rotary: Rotary,
+        layered: dict[str, tuple[int, ...]],
     ) -> None:
         self.architecture = architecture
+        self.layered = layered
         self.rotary = rotary
         self.match = match
         self.sizes = sizes
@@ -142,7 +148,7 @@ class _Planner:
         self.request = request
         self.file = printable(request.file)
         self.spaces = SpaceScales(architecture, match, growth.factors, config, rotary)
-        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.types.dtype)
+        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.types.dtype, layered)
         self.warnings: list[str] = []
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
@@ -183,6 +189,7 @@ class _Planner:
             ),
             equal_pairs=self.spaces.stored_ties(),
             output=self.architecture.output,
+            layers=tuple(map(str, self.request.layers)),
         )
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
@@ -268,7 +275,7 @@ class _Planner:
         self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any], layout: str
     ) -> tuple[TensorPlan, ...]:
         silent, first = self.spaces.silent(MODES[mode]), self.spaces.first_copies()
-        builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first)
+        builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first, self.layered)
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         grids = {grid.name for grid in self.match.grids.values()}

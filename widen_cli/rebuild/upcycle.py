@@ -11,9 +11,7 @@ from widen_cli.checkpoint import Checkpoint, Choice
 from widen_cli.config import ModelConfig, is_number, parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
-from widen_cli.gguf.checkpoint import ARCHITECTURE, changed_metadata, gguf_architecture, metadata_config
-from widen_cli.gguf.model import GgufModel
-from widen_cli.gguf.values import GgufValue, ValueType
+from widen_cli.gguf.checkpoint import changed_metadata, metadata_config
 from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap, Upcycle
 from widen_cli.maps import catalog_map, load_map, map_from_text
@@ -23,6 +21,7 @@ from widen_cli.plan.match import match_tensors
 from widen_cli.plan.sizes import Sizes
 from widen_cli.rebuild.dense_config import changed_values, refused
 from widen_cli.rebuild.experts import ExpertTensors
+from widen_cli.rebuild.metadata import renamed
 from widen_cli.rebuild.wish import Wish, wish
 from widen_cli.scales import Scale
 
@@ -155,7 +154,7 @@ def _with_config(
     values: dict[str, Any] = {key: held[what] for key, what in rules.sizes.items()}
     settings = parse_settings(options.settings)
     if checkpoint.gguf is not None:
-        model = _renamed(checkpoint.gguf, printable(checkpoint.name), target.gguf_architectures[0])
+        model = renamed(checkpoint.gguf, printable(checkpoint.name), target.gguf_architectures[0])
         changed = changed_metadata(model, printable(checkpoint.name), [*values.items(), *rules.config.items()])
         model = replace(model, header=replace(model.header, values=changed))
         found = metadata_config(model, printable(checkpoint.name))
@@ -166,14 +165,3 @@ def _with_config(
         checkpoint.config.with_values(values),
     )
     return replace(checkpoint, found_config=both[0], config=both[1])
-
-
-def _renamed(model: GgufModel, name: str, architecture: str) -> GgufModel:
-    """The model with its metadata under another architecture's name."""
-    old, new = gguf_architecture(model, name) + ".", architecture + "."
-    values = {
-        (new + key.removeprefix(old) if key.startswith(old) else key): value
-        for key, value in model.header.values.items()
-    }
-    values[ARCHITECTURE] = GgufValue.of(ValueType.STRING, architecture)
-    return replace(model, header=replace(model.header, values=values))
