@@ -48,6 +48,16 @@ class GrowthSection(_Section):
     heads: list[str] = []
     head_dim: str | list[str] | None = None
 
+    @property
+    def named(self) -> list[str]:
+        """The axes of a head's size, the first of all that others follow."""
+        return [self.head_dim] if isinstance(self.head_dim, str) else self.head_dim or []
+
+    @property
+    def head_dims(self) -> tuple[str | None, tuple[str, ...]]:
+        """The axis of a head's size, and those that grow with it."""
+        return next(iter(self.named), None), tuple(self.named[1:])
+
 
 class ReasonSection(_Section):
     condition: str = Field(alias="if")

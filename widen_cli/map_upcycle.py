@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from widen_cli.errors import did_you_mean
 from widen_cli.formulas import Formula
@@ -16,10 +17,22 @@ SIZES = ("experts", "top_k", "slice", "whole")
 Fault = tuple[Keys, str, bool]
 
 
+class Condition(Protocol):
+    """Parses a condition, which may name config keys of the map and `more`."""
+
+    def __call__(self, text: str, path: Keys, document: MapDocument, *, more: Iterable[str]) -> Formula: ...
+
+
 def upcycle_section(
-    document: MapDocument, data: MapData, condition: Callable[[str, Keys, Iterable[str]], Formula]
+    document: MapDocument,
+    data: MapData,
+    fault: Callable[[Keys, str], None],
+    key_fault: Callable[[Keys, str], None],
+    condition: Condition,
 ) -> Upcycle | None:
-    """The section as rules, None for a map that has none; `condition` parses one, given the further keys it may name."""
+    """The section as rules, None for a map that has none; every fault is told to `fault`, or `key_fault` for one of a key."""
+    for path, message, of_key in _faults(document):
+        (key_fault if of_key else fault)(path, message)
     section = document.upcycle
     if section is None:
         return None
@@ -37,7 +50,7 @@ def upcycle_section(
         without=tuple(section.without),
         needs=tuple(section.needs),
         refuses=tuple(
-            (condition(reason.condition, ("upcycle", "refuses", n, "if"), told), reason.why)
+            (condition(reason.condition, ("upcycle", "refuses", n, "if"), document, more=told), reason.why)
             for n, reason in enumerate(section.refuses)
         ),
         normalised=section.normalised,
@@ -51,7 +64,7 @@ def layered_section(document: MapDocument) -> Layered | None:
     return None if section is None else Layered(tuple(section.axes), tuple(section.sources))
 
 
-def upcycle_faults(document: MapDocument) -> Iterator[Fault]:
+def _faults(document: MapDocument) -> Iterator[Fault]:
     """Every fault of the sections: where it stands, what it is, and whether the key is at fault and not its value."""
     for n, axis in enumerate(document.layered.axes if document.layered else ()):
         if axis not in document.axes:

@@ -38,12 +38,11 @@ from widen_cli.map_rules import (
     Space,
     TensorRule,
     Tie,
-    Upcycle,
     last_of,
     says_tied,
 )
 from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
-from widen_cli.map_upcycle import layered_section, upcycle_faults, upcycle_section
+from widen_cli.map_upcycle import layered_section, upcycle_section
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
 Parsed = TypeVar("Parsed")
@@ -114,9 +113,7 @@ class _Compiler:
                 },
                 defaults=document.config,
                 axes=axes,
-                growth=Growth(
-                    tuple(document.growth.width), tuple(document.growth.heads), *_head_dim(document.growth.head_dim)
-                ),
+                growth=Growth(tuple(document.growth.width), tuple(document.growth.heads), *document.growth.head_dims),
                 requires=tuple(
                     self.condition(text, ("requires", n), document) for n, text in enumerate(document.requires)
                 ),
@@ -132,7 +129,7 @@ class _Compiler:
                 sidecars=document.sidecars,
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
-                upcycle=self.upcycle(document),
+                upcycle=upcycle_section(document, self.data, self.fault, self.key_fault, self.condition),
                 layered=layered_section(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
@@ -252,13 +249,6 @@ class _Compiler:
         )
         return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, reasons)
 
-    def upcycle(self, document: MapDocument) -> Upcycle | None:
-        for path, message, key in upcycle_faults(document):
-            (self.key_fault if key else self.fault)(path, message)
-        return upcycle_section(
-            document, self.data, lambda text, path, more: self.condition(text, path, document, more=more)
-        )
-
     def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
         for name, sections in document.tensors.items():
             pattern = name.rstrip("?")
@@ -343,7 +333,7 @@ class _Compiler:
         uses: list[tuple[Keys, str, Iterable[str]]] = [
             *((("growth", "width", n), axis, document.axes) for n, axis in enumerate(growth.width)),
             *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
-            *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(_named(growth.head_dim))),
+            *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(growth.named)),
             *((("multipliers", n), key, document.config) for n, key in enumerate(document.multipliers)),
             *((("untie", n), key, document.config) for n, key in enumerate(document.untie)),
             *(
@@ -387,16 +377,6 @@ _WHAT = {
     "untie": "config key",
     "output": "axis or space",
 }
-
-
-def _named(head_dim: str | list[str] | None) -> list[str]:
-    return [head_dim] if isinstance(head_dim, str) else head_dim or []
-
-
-def _head_dim(head_dim: str | list[str] | None) -> tuple[str | None, tuple[str, ...]]:
-    """The axis of a head's size, and those that grow with it."""
-    axes = _named(head_dim)
-    return (axes[0] if axes else None), tuple(axes[1:])
 
 
 @cache

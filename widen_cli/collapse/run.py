@@ -23,6 +23,7 @@ from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
 from widen_cli.plan.growth import parse_grow
+from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
@@ -121,6 +122,11 @@ def _prepared(options: Options, told: str | None) -> _Prepared:
             record=record,
             was=record.was if record and not options.says_growth else None,
         )
+        if making.asked.grow is not None and parse_growth(making.asked.grow)[1]:
+            raise WidenError(
+                f"{printable(wide.name)}: grew differently from layer to layer (--grow {printable(making.asked.grow)}), which is "
+                "not folded back; go on with the narrow model"
+            )
         prepared = (_planned_adapter if wide.adapter else _planned)(options, wide, making, faults)
         if not faults.texts:
             refused.pop_all()

@@ -78,3 +78,8 @@ def layer_factors(
     if faults:
         raise WidenError(*faults)
     return {axis: tuple(each) for axis, each in found.items()}
+
+
+def by_layer(factors: Mapping[str, int], layered: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """The factors of all axes in every layer; nothing where no axis grows by ranges of layers."""
+    return [{**factors, **dict(zip(layered, each, strict=True))} for each in zip(*layered.values(), strict=True)]

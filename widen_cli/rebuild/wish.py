@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from widen_cli.errors import WidenError
+from widen_cli.errors import WidenError, printable
 from widen_cli.map_rules import ArchitectureMap, Upcycle
 from widen_cli.options import Options
 
@@ -82,6 +82,10 @@ def refuse_experts(options: Options) -> None:
     """Raises WidenError for options that speak of experts where none are asked for, or none can be made."""
     if options.experts is not None and options.base is not None:
         raise WidenError("--experts: an adapter stays one of its dense base; leave --base or --experts out")
+    if options.base is not None and "@" in (options.grow or ""):
+        raise WidenError(
+            f"--grow {printable(options.grow or '')}: an adapter grows alike in all layers; leave @... out"
+        )
     plain = Options(options.input, options.output)
     names = {
         "top_k": "--top-k",
