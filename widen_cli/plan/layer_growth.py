@@ -65,7 +65,7 @@ def layer_factors(
 
     Raises WidenError for layers that the model does not have.
     """
-    (repeated, *_) = architecture.repeats.values()
+    repeated = next(iter(architecture.repeats.values()), ("",))
     layers = sizes.config.get(repeated[0])
     faults = []
     found: dict[str, list[int]] = {}
