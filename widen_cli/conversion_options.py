@@ -11,8 +11,10 @@ from widen_cli.config import parse_settings
 from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError
 from widen_cli.map_checks import ROPE_METHODS
-from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
+from widen_cli.plan.growth import FACTOR_LIMIT
+from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.modes import MODES
+from widen_cli.rebuild.options import EXPERT_OPTIONS
 
 P = ParamSpec("P")
 
@@ -51,9 +53,10 @@ CONVERSION = (
     ),
     click.option(
         "--grow",
-        callback=readable(parse_grow),
+        callback=readable(parse_growth),
         metavar="AXIS=N,...",
-        help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay.",
+        help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay. "
+        "intermediate=2@8-15 is for layers 8 to 15.",
     ),
     click.option(
         "--scaling",
@@ -121,6 +124,7 @@ CONVERSION = (
         is_flag=True,
         help="Write a head that is tied to the embedding as a tensor of its own, and say so in the config.",
     ),
+    *EXPERT_OPTIONS,
 )
 
 

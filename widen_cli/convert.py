@@ -23,9 +23,10 @@ from widen_cli.maps import map_from_text
 from widen_cli.options import Options
 from widen_cli.output_checks import check_output
 from widen_cli.plan import Plan, PlanRequest, check_names, make_plan, unread_epsilons
-from widen_cli.plan.growth import parse_grow
+from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.result import EXACT, ConfigChange
 from widen_cli.plan.written import WrittenTypes
+from widen_cli.rebuild import refuse_experts, upcycled, with_layers
 from widen_cli.records import Record, Was
 from widen_cli.resuming import identity_of, to_resume
 from widen_cli.shards import output_shards
@@ -74,6 +75,7 @@ def _planned(
     options: Options, checkpoint: Checkpoint, request: PlanRequest, faults: Faults
 ) -> tuple[Checkpoint, Plan, tuple[str, ...]]:
     """The input with its map's part of the config, its plan, and what is doubtful about either."""
+    refuse_experts(options)
     if options.base is not None:
         plan, told = plan_with_base(
             checkpoint, options.base, options.config, options.map, options.strip_prefix, request
@@ -88,11 +90,26 @@ def _planned(
     if checkpoint.faults:
         check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
         raise WidenError(*checkpoint.faults)
-    unread = () if options.map is None else unread_epsilons(architecture, checkpoint.config, options.map)
+    source, made = architecture, None
+    if options.experts is not None:
+        made = upcycled(options, checkpoint, choice)
+        checkpoint, architecture = made.checkpoint, made.architecture
+        request = replace(request, times=made.times)
+    target = made.architecture if made else None
+    if request.layers:
+        checkpoint, architecture = with_layers(options, checkpoint, architecture, request.layers)
+        target = architecture if architecture is not source else None
+    unread = () if options.map is None else unread_epsilons(source, checkpoint.config, options.map)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
+    if made is not None:
+        plan = replace(plan, made_of=made.kind, notes=(made.note, *plan.notes))
     plan = _described(plan, checkpoint, options)
     check_equal(checkpoint, plan)
-    return _recorded(options, checkpoint, plan, architecture), plan, (*choice.warnings, *unread)
+    return (
+        _recorded(options, checkpoint, plan, source, target),
+        plan,
+        (*choice.warnings, *unread),
+    )
 
 
 def chosen_map(options: Options, checkpoint: Checkpoint) -> Choice:
@@ -105,13 +122,19 @@ def chosen_map(options: Options, checkpoint: Checkpoint) -> Choice:
     )
 
 
-def _recorded(options: Options, checkpoint: Checkpoint, plan: Plan, architecture: ArchitectureMap | None) -> Checkpoint:
+def _recorded(
+    options: Options,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    architecture: ArchitectureMap | None,
+    target: ArchitectureMap | None = None,
+) -> Checkpoint:
     """The input with the record of this run in the metadata that is carried over."""
     found = checkpoint.found_config.within(checkpoint.config.inside)
     # A GGUF's metadata take no settings.
     settings = () if checkpoint.gguf else parse_settings(options.settings)
     was = Was.of(plan, found, _changed_config(checkpoint.config, plan), settings)
-    record = Record.of(options, plan, architecture, checkpoint.record, was)
+    record = Record.of(options, plan, architecture, checkpoint.record, was, target)
     return checkpoint.with_record(record.text)
 
 
@@ -138,14 +161,14 @@ def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Check
 
 
 def _request(options: Options) -> PlanRequest:
-    grow = parse_grow(options.grow) if options.grow is not None else {}
-    factor = options.factor if options.factor is not None or grow else 2
+    grow, layers = parse_growth(options.grow) if options.grow is not None else ({}, ())
+    factor = 2 if options.grows_by_default else options.factor
     asked = (options.dtype, options.dequantize, options.embedding_type)
     types = WrittenTypes(*(STORED[name] if name else None for name in asked))
     name = "standard input" if options.input == "-" else options.input
     settings = parse_settings(options.settings)
     asked_of = (options.scaling, types, settings, options.layout, options.rope)
-    return PlanRequest(name, factor, grow, *asked_of, untie=options.untie)
+    return PlanRequest(name, factor, grow, *asked_of, untie=options.untie, layers=layers)
 
 
 def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:

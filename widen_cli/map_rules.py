@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -105,6 +106,46 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Upcycle:
+    """How dense models become mixtures of experts of this map's kind.
+
+    `sources` are the dense families, each with what their configs mean that leave a key out; `axis` is the dense axis of
+    which an expert has all or a slice. `sizes` says of config keys that they hold `experts`, `top_k`, `slice` or `whole`,
+    `config` which values the others have; `classes` are model classes, by patterns of the dense ones. `weights` are the
+    experts' tensors by the dense ones they are copies of, `shared` those of the shared expert; `routers` and `gates` are
+    made, the latter never of zeros. `without` are dense tensors that experts have no place for, `needs` tensors that the
+    model must have, `refuses` what of a dense config cannot be said; `normalised`: the chosen experts' weights sum to 1.
+    """
+
+    sources: dict[str, dict[str, Any]]
+    axis: str
+    sizes: dict[str, str]
+    config: dict[str, Any]
+    classes: dict[str, str]
+    weights: dict[str, str]
+    shared: dict[str, str]
+    routers: tuple[str, ...]
+    gates: tuple[str, ...]
+    without: tuple[str, ...]
+    needs: tuple[str, ...]
+    refuses: tuple[tuple[Formula, str], ...]
+    normalised: bool
+    place: Place
+
+    def key_of(self, what: str) -> str:
+        """The config key of a size, such as `experts`."""
+        return next(key for key, held in self.sizes.items() if held == what)
+
+
+@dataclass(frozen=True)
+class Layered:
+    """Axes whose sizes may differ from layer to layer, and the families that become this one where they are to."""
+
+    axes: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
@@ -138,10 +179,17 @@ class ArchitectureMap:
     sidecars: dict[str, dict[str, str]]
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rope: Rope | None = None
+    upcycle: Upcycle | None = None
+    layered: Layered | None = None
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
     todo: tuple[tuple[str, Place], ...] = ()
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def layered_from(self) -> tuple[str, ...]:
+        """The families that become this one where layers are to differ."""
+        return self.layered.sources if self.layered else ()
 
     def has_last(self, repeated: str) -> bool:
         """Whether a rule names the last of repeated layers, `layers.-1.` of `layers.*`."""
@@ -161,6 +209,12 @@ class ArchitectureMap:
                 words = (word for word in space.formula.words if word != name)
                 name = next((word for word in words if word in self.spaces or word in self.axes), "")
         return self.axes[name]
+
+
+def says_tied(tied: Iterable[Tie]) -> Iterator[str]:
+    """The keys by which transformers ties weights, where the ties of a map go by them."""
+    for tie in tied:
+        yield from (word for word in tie.when.words if word.rpartition(".")[2] == "tie_word_embeddings")
 
 
 LAST = "-1"  # in the place of a layer's number, the last of them

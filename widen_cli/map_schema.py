@@ -48,6 +48,16 @@ class GrowthSection(_Section):
     heads: list[str] = []
     head_dim: str | list[str] | None = None
 
+    @property
+    def named(self) -> list[str]:
+        """The axes of a head's size, the first of all that others follow."""
+        return [self.head_dim] if isinstance(self.head_dim, str) else self.head_dim or []
+
+    @property
+    def head_dims(self) -> tuple[str | None, tuple[str, ...]]:
+        """The axis of a head's size, and those that grow with it."""
+        return next(iter(self.named), None), tuple(self.named[1:])
+
 
 class ReasonSection(_Section):
     condition: str = Field(alias="if")
@@ -60,6 +70,27 @@ class RopeSection(_Section):
     tensor: str | None = None
     methods: dict[str, str | bool]
     reasons: list[ReasonSection] = []
+
+
+class UpcycleSection(_Section):
+    sources: dict[str, dict[str, Any]] = Field(alias="from")
+    axis: str
+    sizes: dict[str, str]
+    config: dict[str, Any] = {}
+    classes: dict[str, str] = {}
+    weights: dict[str, str]
+    shared: dict[str, str] = {}
+    routers: list[str]
+    gates: list[str] = []
+    without: list[str] = []
+    needs: list[str] = []
+    refuses: list[ReasonSection] = []
+    normalised: bool = True
+
+
+class LayeredSection(_Section):
+    axes: list[str]
+    sources: list[str] = Field(default=[], alias="from")
 
 
 class MapDocument(_Section):
@@ -84,6 +115,8 @@ class MapDocument(_Section):
     output: str | None = None
     sidecars: dict[str, dict[str, str]] = {}
     rope: RopeSection | None = None
+    upcycle: UpcycleSection | None = None
+    layered: LayeredSection | None = None
     multipliers: list[str] = []
     scalars: dict[str, str] = {}
     todo: list[str] = []
@@ -168,6 +201,8 @@ def _known_keys(path: Keys) -> list[str]:
         "tied": TieSection,
         "growth": GrowthSection,
         "rope": RopeSection,
+        "upcycle": UpcycleSection,
+        "layered": LayeredSection,
     }
     section = MapDocument if len(path) == 1 else sections.get(str(path[0]), MapDocument)
     return [field.alias or name for name, field in section.model_fields.items()]

@@ -29,8 +29,20 @@ from widen_cli.map_file import (
     parse_map_data,
     read_map_data,
 )
-from widen_cli.map_rules import LAST, ArchitectureMap, Axis, Growth, Rope, Space, TensorRule, Tie, last_of
+from widen_cli.map_rules import (
+    LAST,
+    ArchitectureMap,
+    Axis,
+    Growth,
+    Rope,
+    Space,
+    TensorRule,
+    Tie,
+    last_of,
+    says_tied,
+)
 from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
+from widen_cli.map_upcycle import layered_section, upcycle_section
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
 Parsed = TypeVar("Parsed")
@@ -66,6 +78,8 @@ def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
     inherited = _with_parents(found, found.name, (*seen, path.resolve()))
     if isinstance(match := inherited.value.get("match"), dict):
         match.pop("by_names", None)  # it is the parent that is taken for a model without a config
+    for own in ("upcycle", "layered"):  # and the parent that other models become
+        inherited.value.pop(own, None)
     return merged(inherited, data)
 
 
@@ -99,9 +113,7 @@ class _Compiler:
                 },
                 defaults=document.config,
                 axes=axes,
-                growth=Growth(
-                    tuple(document.growth.width), tuple(document.growth.heads), *_head_dim(document.growth.head_dim)
-                ),
+                growth=Growth(tuple(document.growth.width), tuple(document.growth.heads), *document.growth.head_dims),
                 requires=tuple(
                     self.condition(text, ("requires", n), document) for n, text in enumerate(document.requires)
                 ),
@@ -111,12 +123,14 @@ class _Compiler:
                 spaces=spaces,
                 tensors=tensors,
                 tied=tied,
-                untie=tuple(dict.fromkeys([*_says_tied(tied), *document.untie])),
+                untie=tuple(dict.fromkeys([*says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
                 output=document.output,
                 sidecars=document.sidecars,
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
+                upcycle=upcycle_section(document, self.data, self.fault, self.key_fault, self.condition),
+                layered=layered_section(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
                 todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
@@ -175,7 +189,12 @@ class _Compiler:
         return None if text is None else self.condition(str(text), path, document, functions)
 
     def condition(
-        self, text: str, path: Keys, document: MapDocument, functions: Iterable[str] = CONDITION_FUNCTIONS
+        self,
+        text: str,
+        path: Keys,
+        document: MapDocument,
+        functions: Iterable[str] = CONDITION_FUNCTIONS,
+        more: Iterable[str] = (),
     ) -> Formula:
         formula = self.parsed(parse_formula, text, path, "True")
         keys = {
@@ -183,7 +202,7 @@ class _Compiler:
             for axis in document.axes.values()
             for key in ([axis.key] if isinstance(axis.key, str) else axis.key or [])
         }
-        self.check_formula(formula, path, {*document.axes, *document.config, *keys}, functions)
+        self.check_formula(formula, path, {*document.axes, *document.config, *keys, *more}, functions)
         patterns = {name.rstrip("?") for name in document.tensors}
         for name, column in stored_names(formula):
             if name not in patterns:
@@ -314,7 +333,7 @@ class _Compiler:
         uses: list[tuple[Keys, str, Iterable[str]]] = [
             *((("growth", "width", n), axis, document.axes) for n, axis in enumerate(growth.width)),
             *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
-            *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(_named(growth.head_dim))),
+            *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(growth.named)),
             *((("multipliers", n), key, document.config) for n, key in enumerate(document.multipliers)),
             *((("untie", n), key, document.config) for n, key in enumerate(document.untie)),
             *(
@@ -358,22 +377,6 @@ _WHAT = {
     "untie": "config key",
     "output": "axis or space",
 }
-
-
-def _says_tied(tied: Iterable[Tie]) -> Iterator[str]:
-    """The keys by which transformers ties weights, where the ties of a map go by them."""
-    for tie in tied:
-        yield from (word for word in tie.when.words if word.rpartition(".")[2] == "tie_word_embeddings")
-
-
-def _named(head_dim: str | list[str] | None) -> list[str]:
-    return [head_dim] if isinstance(head_dim, str) else head_dim or []
-
-
-def _head_dim(head_dim: str | list[str] | None) -> tuple[str | None, tuple[str, ...]]:
-    """The axis of a head's size, and those that grow with it."""
-    axes = _named(head_dim)
-    return (axes[0] if axes else None), tuple(axes[1:])
 
 
 @cache

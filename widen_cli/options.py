@@ -12,7 +12,7 @@ class Options:
 
     `named`: False for a dry run without OUT, of which there is nothing to say about an output. `recorded_map` is the text
     of the map that an output was made by; unless it was one of the user's own, the tool still has to find its own for the
-    input, and takes the text in its place.
+    input, and takes the text in its place. `recorded_target` is that of the map of experts that a dense model became.
     """
 
     input: str
@@ -33,10 +33,27 @@ class Options:
     layout: str = "auto"
     rope: str | None = None
     untie: bool = False
+    experts: int | None = None
+    top_k: int | None = None
+    slices: int = 1
+    router: str = "random"
+    router_seed: int = 0
+    upcycle: str | None = None
     recorded_map: str | None = None
     recorded_map_alone: bool = False
+    recorded_target: str | None = None
     force: bool = False
     resume: bool = False
     dry_run: bool = False
     named: bool = True
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
+
+    @property
+    def grows_by_default(self) -> bool:
+        """Whether the width grows by 2 because nothing else is asked for."""
+        return self.factor is None and self.grow is None and self.experts is None
+
+    @property
+    def says_growth(self) -> bool:
+        """Whether it is said how the model is made."""
+        return self.factor is not None or self.grow is not None or self.experts is not None

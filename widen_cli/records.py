@@ -39,6 +39,12 @@ class Said(BaseModel):
     layout: str = "auto"
     rope: str | None = None
     untie: bool = False
+    experts: int | None = Field(default=None, ge=2)
+    top_k: int | None = None
+    slices: int = Field(default=1, ge=1)
+    router: str = "random"
+    router_seed: int = 0
+    upcycle: str | None = None
 
 
 class Was(BaseModel):
@@ -99,7 +105,8 @@ def _types(plan: Plan) -> dict[str, str]:
 class Record(BaseModel):
     """A conversion: the tool's version, what was said, what every axis grew by, and the map's whole text.
 
-    `own_map`: the map was given with --map. `before` is the record of the input, where that was widened too; `was` is what
+    `own_map`: the map was given with --map. `target` is the map of what a model of `map` became.
+    `before` is the record of the input, where that was widened too; `was` is what
     the way back needs, None in records of versions that knew no way back.
     """
 
@@ -110,17 +117,24 @@ class Record(BaseModel):
     factors: dict[str, int]
     map: str | None = None
     own_map: bool = False
+    target: str | None = None
     before: Record | None = None
     was: Was | None = None
 
     @classmethod
     def of(
-        cls, options: Options, plan: Plan, architecture: ArchitectureMap | None, before: str | None, was: Was
+        cls,
+        options: Options,
+        plan: Plan,
+        architecture: ArchitectureMap | None,
+        before: str | None,
+        was: Was,
+        target: ArchitectureMap | None = None,
     ) -> Self:
-        """The record of a planned run; `before` is the text of the input's."""
+        """The record of a planned run; `before` is the text of the input's, `target` the map of what it became first."""
         said: dict[str, Any] = {name: getattr(options, name) for name in Said.model_fields}
         said |= {"scaling": plan.mode, "settings": list(options.settings)}
-        if options.factor is None and options.grow is None:
+        if options.grows_by_default:
             said["factor"] = 2
         return cls(
             tool=__version__,
@@ -128,6 +142,7 @@ class Record(BaseModel):
             factors={axis: plan.factors[axis] for axis in plan.axes},
             map=document_text(architecture.merged) if architecture else None,
             own_map=options.map is not None,
+            target=document_text(target.merged) if target else None,
             before=None if before is None else _parsed(before),
             was=was,
         )
@@ -146,6 +161,8 @@ class Record(BaseModel):
         given = {name: value for name, value in said.items() if getattr(options, name) == getattr(plain, name)}
         if options.map is None and self.map is not None:
             given |= {"recorded_map": self.map, "recorded_map_alone": self.own_map}
+        if self.target is not None and options.upcycle is None:
+            given["recorded_target"] = self.target
         return replace(options, **given)
 
 

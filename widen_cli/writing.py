@@ -23,6 +23,7 @@ from widen_cli.sources import HeldSource
 from widen_cli.stream import Stream, Target, TensorStream, Writer
 from widen_cli.tied import tied_digests, unequal
 from widen_cli.transform import Counts
+from widen_cli.views import ViewSource
 
 INDEX = "model.safetensors.index.json"
 
@@ -132,6 +133,8 @@ class _Writing:
         """The stored tensor; held in memory where a pipe, which passes once, is to be written under several names."""
         name = tensor.stored_name
         stored = self.stored[name]
+        if isinstance(stored.source, ViewSource):
+            return replace(stored, source=stored.source.taken())
         if stored.source.sequential and (len(tensor.names) > 1 or name in self.twinned):
             held = HeldSource(stored.source.name, stored.source.read(stored.offset, stored.nbytes))
             stored = self.stored[name] = replace(stored, source=held, offset=0)

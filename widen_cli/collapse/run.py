@@ -23,6 +23,7 @@ from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
 from widen_cli.plan.growth import parse_grow
+from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
@@ -113,13 +114,19 @@ def _prepared(options: Options, told: str | None) -> _Prepared:
         if wide.faults:
             raise WidenError(*wide.faults)
         record = _record(options, wide, told)
+        _refuse_experts(options, wide, record)
         making = _Making(
             asked=replace(
                 record.again(replace(options, dtype=None, dequantize=None)) if record else options, named=False
             ),
             record=record,
-            was=record.was if record and not _says_growth(options) else None,
+            was=record.was if record and not options.says_growth else None,
         )
+        if making.asked.grow is not None and parse_growth(making.asked.grow)[1]:
+            raise WidenError(
+                f"{printable(wide.name)}: grew differently from layer to layer (--grow {printable(making.asked.grow)}), which is "
+                "not folded back; go on with the narrow model"
+            )
         prepared = (_planned_adapter if wide.adapter else _planned)(options, wide, making, faults)
         if not faults.texts:
             refused.pop_all()
@@ -216,10 +223,6 @@ def _resolved(
 # How it was widened.
 
 
-def _says_growth(options: Options) -> bool:
-    return options.factor is not None or options.grow is not None
-
-
 def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | None:
     """The record to go by: that of the model `told`, else the wide model's own; None where the options say how."""
     if told is not None:
@@ -230,7 +233,7 @@ def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | No
             raise WidenError(f"--record {printable(told)}: does not record how it was made; give its options instead")
         return read_record(text, told)
     if wide.record is None:
-        if not _says_growth(options):
+        if not options.says_growth:
             raise WidenError(
                 f"{printable(wide.name)}: does not record how it was widened; say how, as for the conversion, such as "
                 "--factor 2, or give --record with the model as it was written then"
@@ -239,9 +242,18 @@ def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | No
     try:
         return read_record(wide.record, wide.name)
     except WidenError:
-        if _says_growth(options):
+        if options.says_growth:
             return None
         raise
+
+
+def _refuse_experts(options: Options, wide: Checkpoint, record: Record | None) -> None:
+    """Experts have no way back: once they are trained no one of them, nor their mean, is the dense layer."""
+    if options.experts is not None or (record is not None and record.said.experts is not None):
+        raise WidenError(
+            f"{printable(wide.name)}: was made a mixture of experts (--experts), of which no dense model is folded: "
+            "experts that were trained are no copies, and those that were not stand in the dense model still"
+        )
 
 
 def _request(options: Options) -> PlanRequest:

@@ -103,10 +103,15 @@ def changed_metadata(model: GgufModel, name: str, changes: Iterable[tuple[str, A
     for key, new in changes:
         full = key if key.startswith("general.") else prefix + key
         if full in values:
+            found = values[full]
             try:
-                values[full] = values[full].like(new)
+                # What was one number for all layers may become one for each.
+                listed = isinstance(new, list) and found.element is None
+                values[full] = GgufValue.of(ValueType.ARRAY, new, found.type) if listed else found.like(new)
             except ValueError as error:
                 raise WidenError(f"{name}: {full}: {error}; correct its type in the file's metadata") from None
         else:
-            values[full] = GgufValue.of(ValueType.F32 if isinstance(new, float) else ValueType.U32, new)
+            kind = ValueType.F32 if isinstance(new, float) else ValueType.U32
+            listed = isinstance(new, list)
+            values[full] = GgufValue.of(ValueType.ARRAY if listed else kind, new, kind if listed else None)
     return values

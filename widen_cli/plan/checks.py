@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.errors import Faults, WidenError, brief, printable
@@ -97,12 +97,20 @@ def _check_supported(architecture: ArchitectureMap, config: ModelConfig) -> None
         )
 
 
-def check_requirements(architecture: ArchitectureMap, sizes: Sizes, factors: dict[str, int], file: str) -> None:
-    """Refuses new sizes that the model's own library would refuse."""
+def check_requirements(
+    architecture: ArchitectureMap,
+    sizes: Sizes,
+    factors: dict[str, int],
+    file: str,
+    layered: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Refuses new sizes that the model's own library would refuse; `layered` as in `wide_sizes`."""
     faults: dict[str, None] = {}
-    wide = wide_sizes(sizes, factors)
+    wide = wide_sizes(sizes, factors, layered)
+    layers = range(max((len(each) for each in wide.layered.values()), default=1))
+    pairs = {(id(old), id(new)): (old, new) for old, new in ((sizes.at(n), wide.at(n)) for n in layers)}
     for formula in architecture.requires:
-        for old, new in zip(sizes.layers(), wide.layers(), strict=True):
+        for old, new in pairs.values():
             try:
                 kept = _lacks(new, formula) or new.evaluate(formula) or not old.evaluate(formula)
             except UnknownValueError:

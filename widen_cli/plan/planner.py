@@ -15,6 +15,7 @@ from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
+from widen_cli.plan.layer_growth import LayerGrowth, by_layer, layer_factors
 from widen_cli.plan.layouts import Arrangement, arrange
 from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
@@ -27,14 +28,15 @@ from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.plan.untie import untied
 from widen_cli.plan.written import WrittenTypes
-from widen_cli.scales import ContradictionError
+from widen_cli.scales import ONE, ContradictionError, Scale
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages.
 
-    `root` stands in front of all tensor names that the map knows.
+    `root` stands in front of all tensor names that the map knows. `times` are factors of their own on
+    tensors, by name; `layers` is what grows in some layers only.
     """
 
     file: str
@@ -47,6 +49,8 @@ class PlanRequest:
     rope: str | None = None
     root: str = ""
     untie: bool = False
+    times: dict[str, Scale] = field(default_factory=dict)
+    layers: tuple[LayerGrowth, ...] = ()
 
 
 def make_plan(
@@ -62,8 +66,9 @@ def make_plan(
         plan = make_plan(architecture, loose.tensors, loose.config, replace(request, untie=False))
         return loose.told(plan, request.file)
     grown = growing(architecture, match, sizes, config, request)
-    check_requirements(architecture, sizes, grown.growth.factors, printable(request.file))
-    planner = _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary)
+    layered = layer_factors(architecture, sizes, grown.growth.factors, request.layers)
+    check_requirements(architecture, sizes, grown.growth.factors, printable(request.file), layered)
+    planner = _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary, layered)
     plan = planner.plan(tensors)
     if plan.exact or plan.mode == "orthogonal" or not planner.spaces.ties:
         return plan
@@ -131,8 +136,10 @@ class _Planner:
         config: ModelConfig,
         request: PlanRequest,
         rotary: Rotary,
+        layered: dict[str, tuple[int, ...]],
     ) -> None:
         self.architecture = architecture
+        self.layered = layered
         self.rotary = rotary
         self.match = match
         self.sizes = sizes
@@ -141,7 +148,7 @@ class _Planner:
         self.request = request
         self.file = printable(request.file)
         self.spaces = SpaceScales(architecture, match, growth.factors, config, rotary)
-        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.types.dtype)
+        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.types.dtype, layered)
         self.warnings: list[str] = []
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
@@ -182,13 +189,15 @@ class _Planner:
             ),
             equal_pairs=self.spaces.stored_ties(),
             output=self.architecture.output,
+            layers=tuple(map(str, self.request.layers)),
         )
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
         """The tensors' plans, with copies laid as was asked for or as quantised blocks allow."""
         heads = [axis for axis in self.architecture.growth.heads if self.sizes.known.get(axis) != 1]
         uneven = None
-        if len({self.growth.factors[axis] for axis in heads}) > 1:
+        factors = [self.growth.factors, *by_layer(self.growth.factors, self.layered)]
+        if any(len({each[axis] for axis in heads}) > 1 for each in factors):
             uneven = f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
         return arrange(
             self.request.layout, lambda layout: self.tensor_plans(tensors, mode, scales, layout), uneven, self.file
@@ -267,7 +276,7 @@ class _Planner:
         self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any], layout: str
     ) -> tuple[TensorPlan, ...]:
         silent, first = self.spaces.silent(MODES[mode]), self.spaces.first_copies()
-        builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first)
+        builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first, self.layered)
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         grids = {grid.name for grid in self.match.grids.values()}
@@ -282,7 +291,9 @@ class _Planner:
             elif item := matched.get(tensor.name):
                 target = self.request.types.of(self.architecture, item)
                 try:
-                    planned += self.with_grid(builder.tensor_plan(item, self.match, target))
+                    made = builder.tensor_plan(item, self.match, target)
+                    times = self.request.times.get(tensor.name, ONE)
+                    planned += self.with_grid(replace(made, scale=made.scale * times))
                 except (UnfitTypeError, UnfitGridError) as error:
                     unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:

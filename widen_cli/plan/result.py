@@ -173,7 +173,8 @@ class Plan:
     """Everything that one run will write, resolved before a byte moves.
 
     `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states;
-    `tensors` stands in the order of the input; `warnings` are for the user.
+    `tensors` stands in the order of the input; `warnings` are for the user; `made_of` says what the model was before it
+    became one of another kind, `layers` what grows in some layers only.
     """
 
     architecture: str
@@ -190,12 +191,14 @@ class Plan:
     axes: tuple[str, ...] = ()
     equal_pairs: tuple[tuple[str, str], ...] = ()
     output: str | None = None
+    made_of: str = ""
+    layers: tuple[str, ...] = ()
 
     @property
     def grown(self) -> str:
         """The axes that grow, in words."""
         grown = [f"{axis} x{self.factors[axis]}" for axis in self.axes if self.factors[axis] != 1]
-        return ", ".join(grown) or "nothing grows"
+        return ", ".join([*([self.made_of] if self.made_of else []), *grown, *self.layers]) or "nothing grows"
 
     @property
     def exact(self) -> bool:

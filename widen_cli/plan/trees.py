@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 
@@ -48,12 +48,14 @@ class TreeBuilder:
         layout: str = "interleave",
         rotary: Rotary | None = None,
         first: frozenset[str] = frozenset(),
+        layered: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.tiled = layout == "tile"
         self.rotary = rotary or Rotary()
         self.first = first
         self.all_sizes = self.sizes = sizes
-        self.factors = factors
+        self.all_factors = self.factors = factors
+        self.layered = layered or {}
         self.scales = scales
         self.silent = silent
 
@@ -63,7 +65,10 @@ class TreeBuilder:
         Raises UnknownSizeError where a size is needed that nothing tells, UnfitTypeError for integers and the like.
         """
         rule, tensor = item.rule, item.tensor
-        self.sizes = self.all_sizes.at(item.layer(self.all_sizes.architecture))
+        layer = item.layer(self.all_sizes.architecture)
+        self.sizes, self.factors = self.all_sizes.at(layer), self.all_factors
+        if layer is not None and self.layered:
+            self.factors = self.all_factors | {axis: each[layer] for axis, each in self.layered.items()}
         growth = tuple(
             self.dimension(dimension, size) for dimension, size in zip(rule.shape.dimensions, tensor.shape, strict=True)
         )
