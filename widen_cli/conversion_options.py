@@ -11,8 +11,9 @@ from widen_cli.config import parse_settings
 from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError
 from widen_cli.map_checks import ROPE_METHODS
-from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
+from widen_cli.plan.growth import FACTOR_LIMIT
 from widen_cli.plan.modes import MODES
+from widen_cli.plan.wishes import parse_grow
 
 P = ParamSpec("P")
 
@@ -52,8 +53,9 @@ CONVERSION = (
     click.option(
         "--grow",
         callback=readable(parse_grow),
-        metavar="AXIS=N,...",
-        help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay.",
+        metavar="AXIS=WISH,...",
+        help="Grow single axes, by a factor (hidden=2x, 1.5x), to a size (hidden=5120), by so many more (heads=+4) or to the "
+        "next multiple (intermediate=round:256, 2x:round:256). Without --factor the others stay.",
     ),
     click.option(
         "--scaling",

@@ -23,8 +23,8 @@ from widen_cli.maps import map_from_text
 from widen_cli.options import Options
 from widen_cli.output_checks import check_output
 from widen_cli.plan import Plan, PlanRequest, check_names, make_plan, unread_epsilons
-from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.result import EXACT, ConfigChange
+from widen_cli.plan.wishes import parse_grow
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.records import Record, Was
 from widen_cli.resuming import identity_of, to_resume
@@ -139,7 +139,7 @@ def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Check
 
 def _request(options: Options) -> PlanRequest:
     grow = parse_grow(options.grow) if options.grow is not None else {}
-    factor = options.factor if options.factor is not None or grow else 2
+    factor = 2 if options.grows_by_default else options.factor
     asked = (options.dtype, options.dequantize, options.embedding_type)
     types = WrittenTypes(*(STORED[name] if name else None for name in asked))
     name = "standard input" if options.input == "-" else options.input

@@ -19,6 +19,8 @@ class Options:
     output: str
     factor: int | None = None
     grow: str | None = None
+    like: str | None = None
+    target_params: str | None = None
     scaling: str = "auto"
     dtype: str | None = None
     dequantize: str | None = None
@@ -40,3 +42,13 @@ class Options:
     dry_run: bool = False
     named: bool = True
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
+
+    @property
+    def says_growth(self) -> bool:
+        """Whether it is said how the model grows."""
+        return any(said is not None for said in (self.factor, self.grow, self.like, self.target_params))
+
+    @property
+    def grows_by_default(self) -> bool:
+        """Whether the width grows by 2 because nothing else is asked for."""
+        return not self.says_growth

@@ -122,7 +122,7 @@ def _rounded(report: Report) -> tuple[str, ...]:
 
 def _record(found: Checkpoint, options: Options, wide: str) -> Record | None:
     """What the wide model records; where the command line says how it was made, an unreadable record does not matter."""
-    said = options.factor is not None or options.grow is not None
+    said = options.says_growth
     if found.record is None and not said:
         raise NotRecordedError(
             f"{printable(wide)}: does not record how it was made; give the options of the conversion, such as --factor 2"

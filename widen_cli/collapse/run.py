@@ -22,10 +22,10 @@ from widen_cli.gguf.checkpoint import FILE_TYPE, described_anew
 from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
-from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
+from widen_cli.plan.wishes import parse_grow
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
@@ -113,13 +113,13 @@ def _prepared(options: Options, told: str | None) -> _Prepared:
         if wide.faults:
             raise WidenError(*wide.faults)
         record = _record(options, wide, told)
-        making = _Making(
-            asked=replace(
-                record.again(replace(options, dtype=None, dequantize=None)) if record else options, named=False
-            ),
-            record=record,
-            was=record.was if record and not _says_growth(options) else None,
-        )
+        asked = replace(options, named=False)
+        if record:
+            asked = record.again(replace(asked, dtype=None, dequantize=None))
+        told_by_record = record is not None and not options.says_growth
+        if record and told_by_record:
+            asked = replace(asked, factor=None, grow=record.grown)
+        making = _Making(asked, record, record.was if record and told_by_record else None)
         prepared = (_planned_adapter if wide.adapter else _planned)(options, wide, making, faults)
         if not faults.texts:
             refused.pop_all()
@@ -216,10 +216,6 @@ def _resolved(
 # How it was widened.
 
 
-def _says_growth(options: Options) -> bool:
-    return options.factor is not None or options.grow is not None
-
-
 def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | None:
     """The record to go by: that of the model `told`, else the wide model's own; None where the options say how."""
     if told is not None:
@@ -230,7 +226,7 @@ def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | No
             raise WidenError(f"--record {printable(told)}: does not record how it was made; give its options instead")
         return read_record(text, told)
     if wide.record is None:
-        if not _says_growth(options):
+        if not options.says_growth:
             raise WidenError(
                 f"{printable(wide.name)}: does not record how it was widened; say how, as for the conversion, such as "
                 "--factor 2, or give --record with the model as it was written then"
@@ -239,7 +235,7 @@ def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | No
     try:
         return read_record(wide.record, wide.name)
     except WidenError:
-        if _says_growth(options):
+        if options.says_growth:
             return None
         raise
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from widen_cli.config import ModelConfig
@@ -26,6 +27,7 @@ from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.plan.untie import untied
+from widen_cli.plan.wishes import Wish, whole_factors, wished
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.scales import ContradictionError
 
@@ -39,7 +41,7 @@ class PlanRequest:
 
     file: str
     factor: int | None = None
-    grow: dict[str, int] = field(default_factory=dict)
+    grow: Mapping[str, Wish | Fraction | int] = field(default_factory=dict)
     scaling: str = "auto"
     types: WrittenTypes = field(default_factory=WrittenTypes)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +103,8 @@ def growing(
     by_heads = _by_heads(architecture, match, positions, request.types)
     equal = equalities(architecture, sizes)
     why = why_none(architecture, config)
-    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal, why)
+    asked = whole_factors(wished(architecture, sizes, request.grow), sizes)
+    growth = axis_growth(architecture, request.factor, asked, by_heads, fixed, equal, why)
     axes = frozenset(axis for kind, axis in calls if kind == "rope")
     rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
     return Growing(growth, rotary)
