@@ -19,7 +19,7 @@ from widen_cli.collapse import collapse
 from widen_cli.collapse.options import checked, collapse_options
 from widen_cli.collapse.report import as_json as as_values
 from widen_cli.collapse.report import summary, table
-from widen_cli.conversion_options import conversion_options, readable
+from widen_cli.conversion_options import conversion_options, conversion_params, readable
 from widen_cli.convert import prepare
 from widen_cli.demo import demonstration
 from widen_cli.drafts import draft as drafted
@@ -30,6 +30,7 @@ from widen_cli.map_file import map_names, map_text
 from widen_cli.options import Options
 from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
+from widen_cli.recipes import recipe_text
 from widen_cli.run_options import run_lines, run_options
 from widen_cli.running import Asked, Known, RunResult
 from widen_cli.shell import FAULT_LINES, DefaultCommand, Terminated, reporting, tell, terminated
@@ -76,6 +77,7 @@ def cli() -> None:
 @click.option("--force", is_flag=True, help="Replace OUT where it exists, in one step.")
 @click.option("--resume", is_flag=True, help="Go on from the files that an interrupted run of the same had finished.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and the bytes needed; write nothing.")
+@click.option("--as-recipe", is_flag=True, help="With --dry-run: print a recipe of it instead, for --recipe.")
 @click.option(
     "--verify", "proof", is_flag=True, help="Derive everything again from IN and compare it with what was written."
 )
@@ -130,11 +132,22 @@ def _convert_each(paths: tuple[str, ...], into: str, **given: Any) -> None:
 
 
 def _convert(
-    source: str, target: str | None, dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any
+    source: str,
+    target: str | None,
+    dry_run: bool,
+    as_recipe: bool,
+    as_json: bool,
+    proof: bool,
+    quiet: int,
+    **given: Any,
 ) -> bool:
     """One conversion; False where --verify found a difference."""
     if target is None and not dry_run:
         raise click.UsageError("OUT is missing; a dry run alone does without it")
+    if as_recipe and (as_json or not dry_run):
+        raise click.UsageError(
+            "--as-recipe prints on stdout what a dry run plans; give --dry-run, and leave --json out"
+        )
     unnamed = "-" if source == "-" else source.rstrip("/") + ".wide"
     paths = {"input": source, "output": unnamed if target is None else target}
     options = _options({**given, **paths}, dry_run=dry_run, named=target is not None)
@@ -147,7 +160,10 @@ def _convert(
         click.echo(f"warning: {warning}", err=True)
     if dry_run:
         job.checkpoint.close()
-        _print_plan(job, as_json)
+        if as_recipe:
+            click.echo(recipe_text(job.options, conversion_params()), nl=False)
+        else:
+            _print_plan(job, as_json)
         return True
     report = _run(job, quiet)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ParamSpec
 
 import click
@@ -14,6 +15,7 @@ from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.plan.growth import FACTOR_LIMIT
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.wishes import parse_grow
+from widen_cli.recipes import recipe_option
 
 P = ParamSpec("P")
 
@@ -127,7 +129,20 @@ CONVERSION = (
 
 
 def conversion_options(command: Callable[P, None]) -> Callable[P, None]:
-    """The command with every option that says how a wide model is made."""
+    """The command with every option that says how a wide model is made, and with a recipe of them."""
+    command = recipe_option(conversion_params())(command)
     for option in reversed(CONVERSION):
         command = option(command)
     return command
+
+
+@cache
+def conversion_params() -> tuple[click.Parameter, ...]:
+    """The options themselves, in their order."""
+
+    def nothing() -> None: ...
+
+    for option in reversed(CONVERSION):
+        option(nothing)
+    found: list[click.Parameter] = nothing.__click_params__  # type: ignore[attr-defined]
+    return tuple(reversed(found))
