@@ -204,8 +204,11 @@ def _bar(total: int | None, quiet: int) -> Iterator[Callable[[int], None]]:
 
 def _print_plan(job: Job, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps({**plan_json(job.plan), "bytes": job.nbytes}, indent=2))
+        aim = job.aim.values if job.aim else {}
+        click.echo(json.dumps({**plan_json(job.plan), **aim, "bytes": job.nbytes}, indent=2))
     else:
+        for line in (*job.aim.lines, "") if job.aim else ():
+            click.echo(line)
         click.echo(
             f"{plan_text(job.plan)}\n{job.nbytes} bytes in {len(job.shards)} file{'s' if len(job.shards) > 1 else ''}"
         )

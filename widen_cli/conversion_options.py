@@ -15,6 +15,7 @@ from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.plan.growth import FACTOR_LIMIT
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.wishes import parse_grow
+from widen_cli.proposals import parse_params
 from widen_cli.recipes import recipe_option
 
 P = ParamSpec("P")
@@ -58,6 +59,18 @@ CONVERSION = (
         metavar="AXIS=WISH,...",
         help="Grow single axes, by a factor (hidden=2x, 1.5x), to a size (hidden=5120), by so many more (heads=+4) or to the "
         "next multiple (intermediate=round:256, 2x:round:256). Without --factor the others stay.",
+    ),
+    click.option(
+        "--like",
+        metavar="MODEL",
+        help="Grow every axis to the size it has in another model: its config.json, its folder, or a GGUF. --grow beside it "
+        "sets single axes.",
+    ),
+    click.option(
+        "--target-params",
+        callback=readable(parse_params),
+        metavar="NUMBER",
+        help="Grow to about so many parameters, such as 1.3B or 350M. --dry-run lists the nearest growths.",
     ),
     click.option(
         "--scaling",
