@@ -63,7 +63,7 @@ def prepare(options: Options) -> Job:
         if not faults.texts:
             refused.pop_all()
     config = _changed_config(checkpoint.config, plan)
-    warnings = (*checkpoint.warnings, *(aim.doubts if aim else ()), *doubtful, *plan.warnings)
+    warnings = (*checkpoint.warnings, *(aim.doubts if aim and not options.dry_run else ()), *doubtful, *plan.warnings)
     if options.named:
         warnings += told
         warnings += unsaved(plan, checkpoint, config_target, options, directory)

@@ -93,10 +93,16 @@ def likeness(here: Sizes, other: OtherModel, said: Collection[str], refusal: Ref
 
     Axes in `said` are left to the user; `refusal` tells what speaks against a growth as a whole.
     """
-    growing = growing_axes(here.architecture)
-    found = {axis: _reach(axis, here, other.sizes) for axis in growing if axis not in said}
+    following = _following(here) | _following(other.sizes)
+    growing = [axis for axis in growing_axes(here.architecture) if axis not in {*said, *following}]
+    found = {axis: _reach(axis, here, other.sizes) for axis in growing}
     found = _kept(found, refusal)
-    return Likeness(other.name, (*found.values(), *_unchanged(here, other, said)))
+    return Likeness(other.name, (*found.values(), *_unchanged(here, other, {*said, *following})))
+
+
+def _following(sizes: Sizes) -> set[str]:
+    """The axes that grow as a head's size does."""
+    return {*sizes.architecture.growth.with_head_dim}
 
 
 def _reach(axis: str, here: Sizes, there: Sizes) -> Reach:

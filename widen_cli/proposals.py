@@ -65,7 +65,7 @@ class Proposals:
     def doubts(self) -> tuple[str, ...]:
         best = self.found[0]
         return (
-            f"--target-params: the nearest growth has {best.parameters} parameters, {self._off(best)}: --grow {best.grow}",
+            f"--target-params: takes the nearest growth, --grow {best.grow}, to {best.parameters} parameters ({self._off(best)})",
         )
 
     def _off(self, proposal: Proposal) -> str:
@@ -168,7 +168,7 @@ class _Search:
         if (stream > 1 and not self.stream) or self.count(dict.fromkeys(self.stream, stream)) > self.target * 3 // 2:
             return
         for heads in self.of_heads(stream, apart):
-            base = dict.fromkeys(self.stream, stream) | heads
+            base = dict.fromkeys((*self.stream, *self.units), Fraction(1)) | dict.fromkeys(self.stream, stream) | heads
             if not self.units:
                 yield base
                 continue

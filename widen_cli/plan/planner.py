@@ -11,7 +11,7 @@ from typing import Any
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.changes import ConfigChanges
+from widen_cli.plan.changes import ConfigChanges, wide_sizes
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
@@ -21,6 +21,7 @@ from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.packed import NUMBERS, PackedWeight
+from widen_cli.plan.parallel import lost_degrees
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes
@@ -369,6 +370,7 @@ class _Planner:
         return [f"hidden states, where they are the output, stand {copies}x {how}{times}"]
 
     def warn(self) -> None:
+        self.warnings += lost_degrees(self.sizes, wide_sizes(self.sizes, self.growth.factors))
         odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
         plain = [tensor for tensor in self.match.carried if tensor not in odd]
         for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):
