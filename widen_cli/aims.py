@@ -13,11 +13,11 @@ from widen_cli.errors import Faults, WidenError
 from widen_cli.likeness import Likeness, likeness
 from widen_cli.options import Options
 from widen_cli.other_models import other_model
-from widen_cli.plan import Plan, PlanRequest, make_plan
+from widen_cli.plan import PlanRequest, make_plan
 from widen_cli.plan.match import match_tensors
 from widen_cli.plan.parameters import Parameters
 from widen_cli.plan.sizes import resolve_sizes
-from widen_cli.plan.wishes import Wish, parse_grow, wished
+from widen_cli.plan.wishes import parse_grow, wished
 from widen_cli.proposals import Proposals, parse_params, propose
 
 
@@ -47,7 +47,8 @@ def aimed(options: Options, checkpoint: Checkpoint, request: PlanRequest) -> tup
             opened.callback(model.close)
         narrow = _Narrow(model, choose_map(model, options.map), request)
         grow = parse_grow(options.grow) if options.grow is not None else {}
-        found = _like(options, narrow, grow) if options.like is not None else _sized(options, narrow, grow)
+        fixed = wished(narrow.architecture, narrow.sizes, grow)
+        found = _like(options, narrow, fixed) if options.like is not None else _sized(options, narrow, fixed)
         said = [f"{axis}={ratio}x" for axis, ratio in found.ratios.items()] + [str(wish) for wish in grow.values()]
         aim = Aim(found.lines, found.values, found.doubts)
         return replace(options, like=None, target_params=None, grow=",".join(said)), aim
@@ -63,7 +64,7 @@ def _check_said(options: Options) -> None:
 
 
 class _Narrow:
-    """The model that grows: its sizes, its parameters, and the plan of any growth."""
+    """The model that grows: its sizes, its parameters, and what speaks against a growth."""
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, request: PlanRequest) -> None:
         self.architecture = choice.architecture
@@ -74,34 +75,30 @@ class _Narrow:
         self.sizes = resolve_sizes(self.architecture, self.config, match, Faults())
         self.parameters = Parameters(match, self.sizes, request.untie)
 
-    def plan(self, grow: Mapping[str, Wish | Fraction | int]) -> Plan:
-        """The plan of a growth. Raises WidenError where there is none."""
-        return make_plan(self.architecture, self.tensors, self.config, replace(self.request, grow=grow))
+    def refusal(self, fixed: Mapping[str, Fraction]) -> Callable[[Mapping[str, Fraction]], tuple[str, ...]]:
+        """What speaks against a growth beside what was said of single axes; nothing where it can be planned."""
+
+        def refusal(ratios: Mapping[str, Fraction]) -> tuple[str, ...]:
+            try:
+                request = replace(self.request, grow={**ratios, **fixed})
+                make_plan(self.architecture, self.tensors, self.config, request)
+            except WidenError as error:
+                return error.faults
+            return ()
+
+        return refusal
 
 
-def _like(options: Options, narrow: _Narrow, grow: Mapping[str, Wish]) -> Likeness:
+def _like(options: Options, narrow: _Narrow, fixed: Mapping[str, Fraction]) -> Likeness:
     assert options.like is not None
     other = other_model(options.like, narrow.architecture, narrow.config.per_layer)
-    found = likeness(narrow.sizes, other, grow, _refusal(narrow, grow))
+    found = likeness(narrow.sizes, other, fixed, narrow.refusal(fixed))
     if found.faults and not options.dry_run:
         raise WidenError(*found.faults)
     return found
 
 
-def _sized(options: Options, narrow: _Narrow, grow: Mapping[str, Wish]) -> Proposals:
+def _sized(options: Options, narrow: _Narrow, fixed: Mapping[str, Fraction]) -> Proposals:
     assert options.target_params is not None
-    fixed = wished(narrow.architecture, narrow.sizes, grow)
-    return propose(parse_params(options.target_params), narrow.sizes, narrow.parameters, fixed, _refusal(narrow, grow))
-
-
-def _refusal(narrow: _Narrow, grow: Mapping[str, Wish]) -> Callable[[Mapping[str, Fraction]], tuple[str, ...]]:
-    """What speaks against a growth beside the one that was said; nothing where it can be planned."""
-
-    def refusal(ratios: Mapping[str, Fraction]) -> tuple[str, ...]:
-        try:
-            narrow.plan({**ratios, **grow})
-        except WidenError as error:
-            return error.faults
-        return ()
-
-    return refusal
+    target = parse_params(options.target_params)
+    return propose(target, narrow.sizes, narrow.parameters, fixed, narrow.refusal(fixed))

@@ -142,10 +142,14 @@ class _Search:
         return self.parameters.count({**self.fixed, **growth})
 
     def whole(self) -> list[Growth]:
-        """Whole factors of about the same size."""
-        return [
-            growth for stream in range(1, WIDEST + 1) for growth in self.of_stream(Fraction(stream), self.factors, 2)
-        ]
+        """Whole factors of about the same size, or of any beside axes that the user fixed."""
+        streams = (
+            [Fraction(factor) for factor in range(1, WIDEST + 1)]
+            if self.stream
+            else [max(self.fixed.values(), default=Fraction(1))]
+        )
+        apart = WIDEST if self.fixed else 2
+        return [growth for stream in streams for growth in self.of_stream(stream, self.factors, apart)]
 
     def multiples(self) -> list[Growth]:
         """Sizes that are multiples of 128, or of 64 where the stream is narrower than 1024."""
@@ -165,7 +169,7 @@ class _Search:
         self, stream: Fraction, near: Callable[[Fraction], list[Growth]], apart: Fraction | int
     ) -> Iterator[Growth]:
         """Growths with one factor of the stream, whose other factors are at most `apart` times as large or small."""
-        if (stream > 1 and not self.stream) or self.count(dict.fromkeys(self.stream, stream)) > self.target * 3 // 2:
+        if self.count(dict.fromkeys(self.stream, stream)) > self.target * 3 // 2:
             return
         for heads in self.of_heads(stream, apart):
             base = dict.fromkeys((*self.stream, *self.units), Fraction(1)) | dict.fromkeys(self.stream, stream) | heads
