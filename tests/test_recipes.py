@@ -31,6 +31,7 @@ dtype: bf16
 set: {rms_norm_eps: 4e-3}
 untie: true
 """
+DOCUMENTED = (Path(__file__).parents[1] / "docs" / "growth.md").read_text(encoding="utf-8")
 FLAGS = ["--grow", "hidden=2x,intermediate=round:100,heads=+6,kv_heads=2x", "--scaling", "copy", "--dtype", "bf16",
          "--set", "rms_norm_eps=4e-3", "--untie"]  # fmt: skip
 
@@ -181,3 +182,22 @@ def test_a_changed_recipe_is_read_or_refused_with_its_places(
         assert re.match(
             rf"{re.escape(str(file))}(:\d+:\d+)?: .|--\w|/nowhere: |warning: |Usage: |Try |Error: |$", line
         ), line
+
+
+def test_the_documented_recipe_is_one(narrow: Path, tmp_path: Path) -> None:
+    """And its commands run, on a model and one that is twice as wide."""
+    recipe = re.search(r"```yaml\n(.*?)```", DOCUMENTED, flags=re.DOTALL)
+    assert recipe is not None
+    (tmp_path / "grow.yaml").write_text(recipe[1])
+    (tmp_path / "narrow").symlink_to(narrow)
+    assert run(narrow, tmp_path / "big", "--scaling", "copy").exit_code == 0
+    blocks = re.findall(r"```sh\n(.*?)```", DOCUMENTED, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    commands = [line.partition("  #")[0].partition(" > ")[0].split() for line in lines]
+    assert len(commands) == 5
+    for command in commands:
+        result = run(
+            *(str(tmp_path / word) if re.match("narrow|wide|big|grow.yaml", word) else word for word in command[1:]),
+            "--force",
+        )
+        assert result.exit_code == 0, result.output
