@@ -212,7 +212,7 @@ def test_wrong_usage(folder: Path, arguments: list[str]) -> None:
         (
             "--grow",
             "",
-            "--grow : '' is no axis=factor with a whole factor from 1 to 65536; write for example hidden=2,",
+            "--grow : '' says of no axis what it grows to; write for example hidden=2x, ",
         ),
         ("--set", "nothing", "--set nothing: expected key=value, such as --set num_attention_heads=12"),
         ("--max-shard-size", "5XB", "--max-shard-size '5XB': is no size; write for example 5GB, "),

@@ -57,6 +57,8 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def widened(narrow: Path, wide: Path, **options: Any) -> Report:
     if "grow" not in options:
         options.setdefault("factor", 2)
+    else:
+        options["grow"] = models.by_factors(options["grow"])
     return run(prepare(Options(str(narrow), str(wide), **options)), lambda nbytes: None)
 
 

@@ -118,7 +118,7 @@ def note(family: Family, variant: str, mode: str, growth: str, dtype: str, found
 
 
 def convert(source: Path, target: Path, growth: str, **options: str) -> Report:
-    asked = {"factor": int(growth[7:])} if growth.startswith("factor=") else {"grow": growth}
+    asked = {"factor": int(growth[7:])} if growth.startswith("factor=") else {"grow": models.by_factors(growth)}
     return run(prepare(Options(input=str(source), output=str(target), **asked, **options)), lambda nbytes: None)
 
 

@@ -31,6 +31,7 @@ import pytest
 from gguf.quants import dequantize, quantize
 from gguf_oracle import TEXT, GgufFile, Kind, Repeats, Stored, Values, read
 from llama_cpp import LlamaCppError, LogProbabilities, difference, log_probabilities
+from models import by_factors
 
 import widen_cli
 from widen_cli.convert import prepare
@@ -184,7 +185,9 @@ def check_metadata(narrow: GgufFile, wide: GgufFile, law: Law) -> None:
 
 
 def widen(path: Path, out: Path, grow: str, scaling: str = "auto", layout: str = "auto") -> Report:
-    options = Options(input=str(path), output=str(out), grow=grow, scaling=scaling, layout=layout, threads=2)
+    options = Options(
+        input=str(path), output=str(out), grow=by_factors(grow), scaling=scaling, layout=layout, threads=2
+    )
     return run(prepare(options), lambda nbytes: None)
 
 

@@ -35,6 +35,7 @@ import pytest
 from gguf.quants import dequantize
 from gguf_oracle import GgufFile, Repeats, Stored, read
 from llama_cpp import completed, in_child, leave, started
+from models import by_factors
 
 from widen_cli.convert import prepare
 from widen_cli.jobs import Report
@@ -112,7 +113,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def widen(path: Path, out: Path, grow: str, **options: str) -> Report:
-    return run(prepare(Options(str(path), str(out), grow=grow, threads=2, **options)), lambda nbytes: None)  # type: ignore[arg-type]
+    return run(prepare(Options(str(path), str(out), grow=by_factors(grow), threads=2, **options)), lambda nbytes: None)  # type: ignore[arg-type]
 
 
 # What llama.cpp says.

@@ -98,7 +98,7 @@ def convert(source: Path | str, target: Path | str, growth: str, **options: Any)
     if growth.startswith("factor="):
         options["factor"] = int(growth.removeprefix("factor="))
     else:
-        options["grow"] = growth
+        options["grow"] = models.by_factors(growth)
     return run(prepare(Options(input=str(source), output=str(target), **options)), lambda nbytes: None)
 
 

@@ -88,7 +88,7 @@ def before(narrow: Path) -> models.Outputs:
 
 
 def widened(source: Path, target: Path, grow: str, **options: Any) -> Report:
-    return run(prepare(Options(str(source), str(target), grow=grow, **options)), lambda nbytes: None)
+    return run(prepare(Options(str(source), str(target), grow=models.by_factors(grow), **options)), lambda nbytes: None)
 
 
 def refused(source: Path, grow: str = TWICE, **options: Any) -> list[str]:

@@ -137,7 +137,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Narrow:
 
 
 def planned(source: Path, target: Path, grow: str, **options: Any) -> Job:
-    return prepare(Options(str(source), str(target), grow=grow, **options))
+    return prepare(Options(str(source), str(target), grow=models.by_factors(grow), **options))
 
 
 def widen(source: Path, target: Path, grow: str, **options: Any) -> Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ParamSpec
 
 import click
@@ -14,7 +15,9 @@ from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.plan.growth import FACTOR_LIMIT
 from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.modes import MODES
+from widen_cli.proposals import parse_params
 from widen_cli.rebuild.options import EXPERT_OPTIONS
+from widen_cli.recipes import recipe_option
 
 P = ParamSpec("P")
 
@@ -54,9 +57,22 @@ CONVERSION = (
     click.option(
         "--grow",
         callback=readable(parse_growth),
-        metavar="AXIS=N,...",
-        help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay. "
-        "intermediate=2@8-15 is for layers 8 to 15.",
+        metavar="AXIS=WISH,...",
+        help="Grow single axes, by a factor (hidden=2x, 1.5x), to a size (hidden=5120), by so many more (heads=+4) or to the "
+        "next multiple (intermediate=round:256, 2x:round:256). Without --factor the others stay. "
+        "intermediate=2x@8-15 is for layers 8 to 15.",
+    ),
+    click.option(
+        "--like",
+        metavar="MODEL",
+        help="Grow every axis to the size it has in another model: its config.json, its folder, or a GGUF. --grow beside it "
+        "sets single axes.",
+    ),
+    click.option(
+        "--target-params",
+        callback=readable(parse_params),
+        metavar="NUMBER",
+        help="Grow to about so many parameters, such as 1.3B or 350M. --dry-run lists the nearest growths.",
     ),
     click.option(
         "--scaling",
@@ -129,7 +145,20 @@ CONVERSION = (
 
 
 def conversion_options(command: Callable[P, None]) -> Callable[P, None]:
-    """The command with every option that says how a wide model is made."""
+    """The command with every option that says how a wide model is made, and with a recipe of them."""
+    command = recipe_option(conversion_params())(command)
     for option in reversed(CONVERSION):
         command = option(command)
     return command
+
+
+@cache
+def conversion_params() -> tuple[click.Parameter, ...]:
+    """The options themselves, in their order."""
+
+    def nothing() -> None: ...
+
+    for option in reversed(CONVERSION):
+        option(nothing)
+    found: list[click.Parameter] = nothing.__click_params__  # type: ignore[attr-defined]
+    return tuple(reversed(found))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
+from widen_cli.aims import aimed
 from widen_cli.checkpoint import Checkpoint, Choice, check_settings, choose_map, open_checkpoint
 from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
@@ -44,6 +45,8 @@ def prepare(options: Options) -> Job:
         request = _request(options)
         checkpoint = _opened(options, request.settings, faults)
         refused.callback(checkpoint.close)
+        options, aim = aimed(options, checkpoint, request)
+        request = _request(options)
         config_target = config_target_of(options, checkpoint, directory)
         doubts = Faults() if options.dry_run else faults
         check_targets(options, checkpoint, config_target, directory, doubts)
@@ -61,13 +64,24 @@ def prepare(options: Options) -> Job:
         if not faults.texts:
             refused.pop_all()
     config = _changed_config(checkpoint.config, plan)
-    warnings = (*checkpoint.warnings, *doubtful, *plan.warnings)
+    warnings = (*checkpoint.warnings, *(aim.doubts if aim and not options.dry_run else ()), *doubtful, *plan.warnings)
     if options.named:
         warnings += told
         warnings += unsaved(plan, checkpoint, config_target, options, directory)
         warnings += tuple(doubts.texts) if options.dry_run else ()
     return Job(
-        options, checkpoint, plan, shards, config, config_target, directory, companions, warnings, identity, leftover
+        options,
+        checkpoint,
+        plan,
+        shards,
+        config,
+        config_target,
+        directory,
+        companions,
+        warnings,
+        identity,
+        leftover,
+        aim,
     )
 
 

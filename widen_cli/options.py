@@ -19,6 +19,8 @@ class Options:
     output: str
     factor: int | None = None
     grow: str | None = None
+    like: str | None = None
+    target_params: str | None = None
     scaling: str = "auto"
     dtype: str | None = None
     dequantize: str | None = None
@@ -49,11 +51,12 @@ class Options:
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
 
     @property
-    def grows_by_default(self) -> bool:
-        """Whether the width grows by 2 because nothing else is asked for."""
-        return self.factor is None and self.grow is None and self.experts is None
-
-    @property
     def says_growth(self) -> bool:
         """Whether it is said how the model is made."""
-        return self.factor is not None or self.grow is not None or self.experts is not None
+        said = (self.factor, self.grow, self.like, self.target_params, self.experts)
+        return any(each is not None for each in said)
+
+    @property
+    def grows_by_default(self) -> bool:
+        """Whether the width grows by 2 because nothing else is asked for."""
+        return not self.says_growth

@@ -152,11 +152,16 @@ class Record(BaseModel):
         """The record as one line of JSON, without what was not said."""
         return self.model_dump_json(exclude_defaults=True)
 
+    @property
+    def grown(self) -> str:
+        """What every axis grew by, as `--grow` takes it: sizes that were said tell nothing of a wide model."""
+        return ",".join(f"{axis}={factor}x" for axis, factor in self.factors.items())
+
     def again(self, options: Options) -> Options:
         """The options of a run that makes the same once more; what `options` says itself counts before the record."""
         plain = Options(options.input, options.output)
         said: dict[str, Any] = {**dict(self.said), "settings": tuple(self.said.settings)}
-        if options.factor is not None or options.grow is not None:
+        if options.says_growth:
             said |= {"factor": None, "grow": None}
         given = {name: value for name, value in said.items() if getattr(options, name) == getattr(plain, name)}
         if options.map is None and self.map is not None:

@@ -22,11 +22,11 @@ from widen_cli.gguf.checkpoint import FILE_TYPE, described_anew
 from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
-from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
+from widen_cli.plan.wishes import parse_grow
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
@@ -115,18 +115,18 @@ def _prepared(options: Options, told: str | None) -> _Prepared:
             raise WidenError(*wide.faults)
         record = _record(options, wide, told)
         _refuse_experts(options, wide, record)
-        making = _Making(
-            asked=replace(
-                record.again(replace(options, dtype=None, dequantize=None)) if record else options, named=False
-            ),
-            record=record,
-            was=record.was if record and not options.says_growth else None,
-        )
-        if making.asked.grow is not None and parse_growth(making.asked.grow)[1]:
+        asked = replace(options, named=False)
+        if record:
+            asked = record.again(replace(asked, dtype=None, dequantize=None))
+        if asked.grow is not None and parse_growth(asked.grow)[1]:
             raise WidenError(
-                f"{printable(wide.name)}: grew differently from layer to layer (--grow {printable(making.asked.grow)}), which is "
+                f"{printable(wide.name)}: grew differently from layer to layer (--grow {printable(asked.grow)}), which is "
                 "not folded back; go on with the narrow model"
             )
+        told_by_record = record is not None and not options.says_growth
+        if record and told_by_record:
+            asked = replace(asked, factor=None, grow=record.grown)
+        making = _Making(asked, record, record.was if record and told_by_record else None)
         prepared = (_planned_adapter if wide.adapter else _planned)(options, wide, making, faults)
         if not faults.texts:
             refused.pop_all()

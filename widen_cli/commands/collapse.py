@@ -63,4 +63,6 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     rest = dict(given)
     if rest.pop("embedding_type"):
         raise click.UsageError("--embedding-type is for a conversion; --dequantize folds quantised weights as numbers")
+    if rest["like"] or rest["target_params"]:
+        raise click.UsageError("--like and --target-params are for a conversion; --grow says what each axis grew by")
     return rest

@@ -12,12 +12,13 @@ import click
 
 from widen_cli.commands.options import bar, max_shard_size, options_of, threads
 from widen_cli.commands.verify import tell_verdict, verified
-from widen_cli.conversion_options import conversion_options
+from widen_cli.conversion_options import conversion_options, conversion_params
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError, printable
 from widen_cli.jobs import Job, Report
 from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
+from widen_cli.recipes import recipe_text
 from widen_cli.shell import Terminated, reporting, tell
 from widen_cli.writing import run
 
@@ -32,6 +33,7 @@ from widen_cli.writing import run
 @click.option("--force", is_flag=True, help="Replace OUT where it exists, in one step.")
 @click.option("--resume", is_flag=True, help="Go on from the files that an interrupted run of the same had finished.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and the bytes needed; write nothing.")
+@click.option("--as-recipe", is_flag=True, help="With --dry-run: print a recipe of it instead, for --recipe.")
 @click.option(
     "--verify", "proof", is_flag=True, help="Derive everything again from IN and compare it with what was written."
 )
@@ -86,11 +88,22 @@ def _convert_each(paths: tuple[str, ...], into: str, **given: Any) -> None:
 
 
 def _convert(
-    source: str, target: str | None, dry_run: bool, as_json: bool, proof: bool, quiet: int, **given: Any
+    source: str,
+    target: str | None,
+    dry_run: bool,
+    as_recipe: bool,
+    as_json: bool,
+    proof: bool,
+    quiet: int,
+    **given: Any,
 ) -> bool:
     """One conversion; False where --verify found a difference."""
     if target is None and not dry_run:
         raise click.UsageError("OUT is missing; a dry run alone does without it")
+    if as_recipe and (as_json or not dry_run):
+        raise click.UsageError(
+            "--as-recipe prints on stdout what a dry run plans; give --dry-run, and leave --json out"
+        )
     unnamed = "-" if source == "-" else source.rstrip("/") + ".wide"
     paths = {"input": source, "output": unnamed if target is None else target}
     options = options_of({**given, **paths}, dry_run=dry_run, named=target is not None)
@@ -103,7 +116,10 @@ def _convert(
         click.echo(f"warning: {warning}", err=True)
     if dry_run:
         job.checkpoint.close()
-        _print_plan(job, as_json)
+        if as_recipe:
+            click.echo(recipe_text(job.options, conversion_params()), nl=False)
+        else:
+            _print_plan(job, as_json)
         return True
     report = _run(job, quiet)
     try:
@@ -127,8 +143,11 @@ def _run(job: Job, quiet: int) -> Report:
 
 def _print_plan(job: Job, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps({**plan_json(job.plan), "bytes": job.nbytes}, indent=2))
+        aim = job.aim.values if job.aim else {}
+        click.echo(json.dumps({**plan_json(job.plan), **aim, "bytes": job.nbytes}, indent=2))
     else:
+        for line in (*job.aim.lines, "") if job.aim else ():
+            click.echo(line)
         click.echo(
             f"{plan_text(job.plan)}\n{job.nbytes} bytes in {len(job.shards)} file{'s' if len(job.shards) > 1 else ''}"
         )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from widen_cli.errors import WidenError, did_you_mean, printable
+from widen_cli.errors import WidenError, did_you_mean
 from widen_cli.formulas import dotted
 from widen_cli.map_checks import POSITIONS
 from widen_cli.map_rules import ArchitectureMap
@@ -28,22 +27,6 @@ class AxisGrowth:
     notes: tuple[str, ...]
 
 
-def parse_grow(text: str, option: str = "--grow") -> dict[str, int]:
-    """The factors of `hidden=2,intermediate=3`. Raises WidenError with an example for what cannot be read."""
-    factors: dict[str, int] = {}
-    for piece in text.split(","):
-        axis, equals, number = (part.strip() for part in piece.partition("="))
-        if not equals or not axis or not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= FACTOR_LIMIT:
-            raise WidenError(
-                f"{option} {printable(text)}: '{printable(piece)}' is no axis=factor with a whole factor from 1 to {FACTOR_LIMIT}; "
-                "write for example hidden=2,intermediate=3"
-            )
-        if axis in factors:
-            raise WidenError(f"{option} {printable(text)}: '{printable(axis)}' stands twice")
-        factors[axis] = int(number)
-    return factors
-
-
 def axis_growth(
     architecture: ArchitectureMap,
     factor: int | None,
@@ -56,12 +39,11 @@ def axis_growth(
     """The factor of every axis.
 
     `factor` grows the family's width axes and its attention, by heads or by head size as `by_heads` says;
-    `asked` sets single axes. An axis that the config ties to others (hidden = heads * head_dim) follows them.
+    `asked` sets single axes, which `check_asked` let pass. An axis that the config ties to others (hidden = heads * head_dim) follows them.
     `positions` names the axes that rotary angles, ALiBi slopes or run-time sinusoids stand on, `rope` says what the first
     speak against; `equal` are the products of sizes that have to stay equal: what was not asked for follows.
     Raises WidenError with every axis that cannot grow so, and why.
     """
-    _check_asked(architecture, asked)
     growth = architecture.growth
     wanted = {axis: factor for axis in growth.width if factor} | dict(asked)
     hidden = growth.width[0]
@@ -134,7 +116,8 @@ def growing_axes(architecture: ArchitectureMap) -> list[str]:
     ]
 
 
-def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, int]) -> None:
+def check_asked(architecture: ArchitectureMap, asked: Mapping[str, Fraction]) -> None:
+    """Raises WidenError with every axis that there is not, or that cannot be asked for."""
     growing = growing_axes(architecture)
     faults = []
     for axis in asked:

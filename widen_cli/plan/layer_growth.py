@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from widen_cli.errors import WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.sizes import Sizes
+from widen_cli.plan.wishes import Wish, parse_grow
 
 LAYERS_LIMIT = 100_000
 
@@ -28,21 +28,21 @@ class LayerGrowth:
         return f"{self.axis}={self.factor}@{layers}"
 
 
-def parse_growth(text: str, option: str = "--grow") -> tuple[dict[str, int], tuple[LayerGrowth, ...]]:
-    """The factors of `hidden=2,intermediate=3@8-15`: of whole axes, and of ranges of layers.
+def parse_growth(text: str, option: str = "--grow") -> tuple[dict[str, Wish], tuple[LayerGrowth, ...]]:
+    """The wishes of `hidden=2,intermediate=3@8-15`: of whole axes, and of ranges of layers.
 
     Raises WidenError with an example for what cannot be read, and for ranges that meet.
     """
     pieces = text.split(",")
     plain = [piece for piece in pieces if "@" not in piece]
-    factors = parse_grow(",".join(plain), option) if plain else {}
+    wishes = parse_grow(",".join(plain), option) if plain else {}
     ranges: list[LayerGrowth] = []
     for piece in (piece for piece in pieces if "@" in piece):
         found = _range(piece, text, option)
         if any(one.axis == found.axis and one.first <= found.last and found.first <= one.last for one in ranges):
             raise WidenError(f"{option} {printable(text)}: two ranges of '{found.axis}' share a layer")
         ranges.append(found)
-    return factors, tuple(ranges)
+    return wishes, tuple(ranges)
 
 
 def _range(piece: str, text: str, option: str) -> LayerGrowth:
@@ -54,8 +54,14 @@ def _range(piece: str, text: str, option: str) -> LayerGrowth:
             f"{option} {printable(text)}: '{printable(piece)}' names no layers; write for example intermediate=2@8-15, or "
             "intermediate=2@3 for one, counted from 0"
         )
-    ((axis, factor),) = parse_grow(re.sub(r"(=\s*[0-9]+)x\s*$", r"\1", growth), option).items()
-    return LayerGrowth(axis, factor, first, last)
+    ((axis, wish),) = parse_grow(growth, option).items()
+    factor = wish.as_factor()
+    if factor is None or factor.denominator != 1:
+        raise WidenError(
+            f"{option} {printable(text)}: '{printable(piece)}' says no whole factor, which it has to be layer by layer; write for "
+            f"example {axis}=2x@{layers.strip()}"
+        )
+    return LayerGrowth(axis, int(factor), first, last)
 
 
 def layer_factors(

@@ -22,6 +22,7 @@ from widen_cli.plan.planner import Growing, PlanRequest, growing
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import paths
+from widen_cli.plan.wishes import said_as_factors
 from widen_cli.shapes import Dimension
 
 FAULTS_SHOWN = 8
@@ -73,7 +74,9 @@ def narrow_model(
     kept = [tensor for tensor in tensors if tensor.name not in made]
     wide = config if config.present else config.with_values(_of_no_axis(architecture, request.settings))
     match = match_tensors(architecture, kept, wide, request.root)
-    grown = growing(architecture, match, resolve_sizes(architecture, wide, match, Faults()), wide, request)
+    sizes = resolve_sizes(architecture, wide, match, Faults())
+    request = replace(request, grow=said_as_factors(request.grow, sizes))
+    grown = growing(architecture, match, sizes, wide, request)
     narrow = _recorded(config, known) if known else _derived(architecture, config, grown)
     told = narrow.with_values(request.settings)
     factors = {axis: grown.growth.factors[axis] for axis in growing_axes(architecture)}

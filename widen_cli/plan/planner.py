@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.changes import ConfigChanges
+from widen_cli.plan.changes import ConfigChanges, wide_sizes
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
@@ -21,12 +22,14 @@ from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.packed import NUMBERS, PackedWeight
+from widen_cli.plan.parallel import lost_degrees
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.plan.untie import untied
+from widen_cli.plan.wishes import Wish, whole_factors, wished
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.scales import ONE, ContradictionError, Scale
 
@@ -41,7 +44,7 @@ class PlanRequest:
 
     file: str
     factor: int | None = None
-    grow: dict[str, int] = field(default_factory=dict)
+    grow: Mapping[str, Wish | Fraction | int] = field(default_factory=dict)
     scaling: str = "auto"
     types: WrittenTypes = field(default_factory=WrittenTypes)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +109,8 @@ def growing(
     by_heads = _by_heads(architecture, match, positions, request.types)
     equal = equalities(architecture, sizes)
     why = why_none(architecture, config)
-    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal, why)
+    asked = whole_factors(wished(architecture, sizes, request.grow), sizes)
+    growth = axis_growth(architecture, request.factor, asked, by_heads, fixed, equal, why)
     axes = frozenset(axis for kind, axis in calls if kind == "rope")
     rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
     return Growing(growth, rotary)
@@ -377,6 +381,7 @@ class _Planner:
         return [f"hidden states, where they are the output, stand {copies}x {how}{times}"]
 
     def warn(self) -> None:
+        self.warnings += lost_degrees(self.sizes, wide_sizes(self.sizes, self.growth.factors))
         odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
         plain = [tensor for tensor in self.match.carried if tensor not in odd]
         for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from widen_cli.config import ModelConfig
@@ -50,6 +51,22 @@ class Sizes:
         """The sizes in the first layer, as far as they are known yet."""
         found = Sizes(self.architecture, self.config)
         found.known = self.known | {name: sizes[0] for name, sizes in self.layered.items()}
+        return found
+
+    def grown(self, ratios: Mapping[str, Fraction]) -> Sizes:
+        """The sizes with some of them larger; those that no key holds follow."""
+        found = Sizes(self.architecture, self.config)
+        one = Fraction(1)
+        found.known = {
+            name: int(size * ratios.get(name, one))
+            for name, size in self.known.items()
+            if not self.architecture.axes[name].computed
+        }
+        found.layered = {
+            name: tuple(int(size * ratios.get(name, one)) for size in sizes) for name, sizes in self.layered.items()
+        }
+        found.told_by = self.told_by
+        _from_formulas(found)
         return found
 
     def layers(self) -> list[Sizes]:
