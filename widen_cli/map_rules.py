@@ -112,7 +112,8 @@ class ArchitectureMap:
     `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
-    a weight makes, by the weight's name. `todo` is what is not decided yet, with its places: such a map widens nothing.
+    a weight makes, by the weight's name. `norms` says by an axis, or by "" for all others, which norm runs over it.
+    `todo` is what is not decided yet, with its places: such a map widens nothing.
     `merged` is the document itself, with what it extends.
     """
 
@@ -140,6 +141,7 @@ class ArchitectureMap:
     rope: Rope | None = None
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
+    norms: dict[str, str] = field(default_factory=dict)
     todo: tuple[tuple[str, Place], ...] = ()
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 

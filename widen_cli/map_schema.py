@@ -77,6 +77,7 @@ class MapDocument(_Section):
     requires: list[str] = []
     supports: list[str] = []
     spaces: dict[str, str] = {}
+    norms: str | dict[str, str] | None = None
     tensors: dict[str, list[TensorSection]]
     tied: list[TieSection] = []
     untie: list[str] = []

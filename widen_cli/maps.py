@@ -13,6 +13,7 @@ from widen_cli.formulas import Formula, FormulaSyntaxError, parse_formula
 from widen_cli.map_checks import (
     CONDITION_FUNCTIONS,
     FORMULA_FUNCTIONS,
+    NORMS,
     ROPE_METHODS,
     SpaceFormula,
     endless,
@@ -119,6 +120,7 @@ class _Compiler:
                 rope=self.rope(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
+                norms=self.norms(document),
                 todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
                 merged=self.data.value,
             )
@@ -229,6 +231,17 @@ class _Compiler:
             for n, reason in enumerate(section.reasons)
         )
         return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, reasons)
+
+    def norms(self, document: MapDocument) -> dict[str, str]:
+        """Which norm runs over each axis; one word is for all of them."""
+        said = {"": document.norms} if isinstance(document.norms, str) else document.norms or {}
+        for axis, kind in said.items():
+            path: Keys = ("norms", axis) if axis else ("norms",)
+            if axis and axis not in document.axes:
+                self.key_fault(path, f"'{axis}' is no axis of this map{did_you_mean(axis, document.axes)}")
+            if kind not in NORMS:
+                self.fault(path, f"'{kind}' is no norm; it is {' or '.join(NORMS)}{did_you_mean(kind, NORMS)}")
+        return said
 
     def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
         for name, sections in document.tensors.items():

@@ -33,6 +33,8 @@ class Options:
     layout: str = "auto"
     rope: str | None = None
     untie: bool = False
+    fill: str = "copy"
+    seed: int = 0
     recorded_map: str | None = None
     recorded_map_alone: bool = False
     force: bool = False

@@ -39,6 +39,8 @@ class Said(BaseModel):
     layout: str = "auto"
     rope: str | None = None
     untie: bool = False
+    fill: str = "copy"
+    seed: int = 0
 
 
 class Was(BaseModel):
@@ -107,7 +109,7 @@ class Record(BaseModel):
 
     tool: str
     said: Said
-    factors: dict[str, int]
+    factors: dict[str, int | str]
     map: str | None = None
     own_map: bool = False
     before: Record | None = None
@@ -125,7 +127,7 @@ class Record(BaseModel):
         return cls(
             tool=__version__,
             said=Said(**said),
-            factors={axis: plan.factors[axis] for axis in plan.axes},
+            factors=plan.named_factors,
             map=document_text(architecture.merged) if architecture else None,
             own_map=options.map is not None,
             before=None if before is None else _parsed(before),

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import CONFIG_NAMES, DType
 from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import UnknownValueError
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales
 
 
-def wide_sizes(sizes: Sizes, factors: dict[str, int]) -> Sizes:
+def wide_sizes(sizes: Sizes, factors: Mapping[str, Factor]) -> Sizes:
     """The sizes of the wide model."""
     wide = Sizes(sizes.architecture, sizes.config)
-    wide.known = {name: size * factors[name] for name, size in sizes.known.items()}
-    wide.layered = {name: tuple(size * factors[name] for size in all_) for name, all_ in sizes.layered.items()}
+    wide.known = {name: int(size * factors[name]) for name, size in sizes.known.items()}
+    wide.layered = {name: tuple(int(size * factors[name]) for size in all_) for name, all_ in sizes.layered.items()}
     return wide
 
 
@@ -25,7 +27,7 @@ class ConfigChanges:
     """Works out the changes from the old sizes, the factors of the axes and the solved scales."""
 
     def __init__(
-        self, old: Sizes, factors: dict[str, int], spaces: SpaceScales, config: ModelConfig, dtype: DType | None
+        self, old: Sizes, factors: Mapping[str, Factor], spaces: SpaceScales, config: ModelConfig, dtype: DType | None
     ) -> None:
         self.old = old
         self.factors = factors
@@ -48,7 +50,7 @@ class ConfigChanges:
             held = [key for key in axis.keys if self.config.get(key) is not None]
             for key in held if grows else ():
                 old = self.config.get(key)
-                each = [size * self.factors[name] for size in old] if isinstance(old, list) else new
+                each = [int(size * self.factors[name]) for size in old] if isinstance(old, list) else new
                 changes.append(ConfigChange(key, old, each, EXACT))
             if not held and (grows or axis.otherwise) and not self.follows(axis.otherwise, wide, new):
                 changes.append(ConfigChange(axis.keys[0], None, new, EXACT))

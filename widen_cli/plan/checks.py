@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.errors import Faults, WidenError, brief, printable
 from widen_cli.formulas import Formula, UnknownValueError, dotted, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import wide_sizes
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.laws import is_norm
 from widen_cli.plan.match import (
     MISSING_SHOWN,
@@ -97,7 +98,7 @@ def _check_supported(architecture: ArchitectureMap, config: ModelConfig) -> None
         )
 
 
-def check_requirements(architecture: ArchitectureMap, sizes: Sizes, factors: dict[str, int], file: str) -> None:
+def check_requirements(architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor], file: str) -> None:
     """Refuses new sizes that the model's own library would refuse."""
     faults: dict[str, None] = {}
     wide = wide_sizes(sizes, factors)

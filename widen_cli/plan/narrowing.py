@@ -15,6 +15,7 @@ from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.factors import is_whole
 from widen_cli.plan.grids import block_size
 from widen_cli.plan.growth import growing_axes
 from widen_cli.plan.match import Match, Matched, StoredHeader, held, match_tensors
@@ -73,12 +74,23 @@ def narrow_model(
     kept = [tensor for tensor in tensors if tensor.name not in made]
     wide = config if config.present else config.with_values(_of_no_axis(architecture, request.settings))
     match = match_tensors(architecture, kept, wide, request.root)
+    check_whole(request)
     grown = growing(architecture, match, resolve_sizes(architecture, wide, match, Faults()), wide, request)
     narrow = _recorded(config, known) if known else _derived(architecture, config, grown)
     told = narrow.with_values(request.settings)
-    factors = {axis: grown.growth.factors[axis] for axis in growing_axes(architecture)}
-    headers = _Headers(architecture, kept, told, grown.growth.factors, request).all()
+    found = {axis: int(factor) for axis, factor in grown.growth.factors.items()}
+    factors = {axis: found[axis] for axis in growing_axes(architecture)}
+    headers = _Headers(architecture, kept, told, found, request).all()
     return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors))
+
+
+def check_whole(request: PlanRequest) -> None:
+    """Raises WidenError where a model was grown to sizes that are no multiples: nothing takes that back yet."""
+    if parts := [f"{axis} {factor}" for axis, factor in request.grow.items() if not is_whole(factor)]:
+        raise WidenError(
+            f"{printable(request.file)}: was grown to sizes that are no multiples ({', '.join(parts)}), and the way back is known for "
+            "whole factors alone; take the narrow model that it was made of"
+        )
 
 
 def _of_no_axis(architecture: ArchitectureMap, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +113,7 @@ def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing)
     values: dict[str, Any] = {}
     with Faults() as faults:
         for name, axis in architecture.axes.items():
-            factor = grown.growth.factors[name]
+            factor = int(grown.growth.factors[name])
             for key in axis.keys if factor != 1 else ():
                 size = config.get(key)
                 sizes = size if isinstance(size, list) else [size]
@@ -115,7 +127,7 @@ def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing)
 
 
 def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> dict[str, Any]:
-    factor, method = grown.rotary.factor, grown.rotary.method
+    factor, method = int(grown.rotary.factor), grown.rotary.method
     if factor == 1 or architecture.rope is None:
         return {}
     values: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import ConfigChanges
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
+from widen_cli.plan.factors import Factor, factor_of, is_whole
+from widen_cli.plan.filling import COPY, Filling
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
 from widen_cli.plan.layouts import Arrangement, arrange
@@ -20,11 +22,12 @@ from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.packed import NUMBERS, PackedWeight
+from widen_cli.plan.partial import Partials, partial_axes, partial_output
 from widen_cli.plan.result import Plan, TensorPlan
-from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_method, why_none
+from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_fraction, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, config_condition
-from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
+from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError, unfilled
 from widen_cli.plan.untie import untied
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.scales import ContradictionError
@@ -39,7 +42,7 @@ class PlanRequest:
 
     file: str
     factor: int | None = None
-    grow: dict[str, int] = field(default_factory=dict)
+    grow: Mapping[str, Factor] = field(default_factory=dict)
     scaling: str = "auto"
     types: WrittenTypes = field(default_factory=WrittenTypes)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +50,8 @@ class PlanRequest:
     rope: str | None = None
     root: str = ""
     untie: bool = False
+    fill: str = COPY
+    seed: int = 0
 
 
 def make_plan(
@@ -63,7 +68,7 @@ def make_plan(
         return loose.told(plan, request.file)
     grown = growing(architecture, match, sizes, config, request)
     check_requirements(architecture, sizes, grown.growth.factors, printable(request.file))
-    planner = _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary)
+    planner = _Planner(architecture, match, sizes, grown, config, request)
     plan = planner.plan(tensors)
     if plan.exact or plan.mode == "orthogonal" or not planner.spaces.ties:
         return plan
@@ -84,10 +89,11 @@ def _with_offer(plan: Plan, untied_plan: Callable[[], Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class Growing:
-    """The factor of every axis, and how heads grow under rotary positions."""
+    """The factor of every axis, how heads grow under rotary positions, and where copies go that are no whole number."""
 
     growth: AxisGrowth
     rotary: Rotary
+    partials: Partials
 
 
 def growing(
@@ -101,10 +107,14 @@ def growing(
     by_heads = _by_heads(architecture, match, positions, request.types)
     equal = equalities(architecture, sizes)
     why = why_none(architecture, config)
-    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal, why)
+    asked = {axis: factor_of(number) for axis, number in request.grow.items()}
+    growth = axis_growth(architecture, request.factor, asked, by_heads, fixed, equal, why, sizes.known)
     axes = frozenset(axis for kind, axis in calls if kind == "rope")
-    rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
-    return Growing(growth, rotary)
+    factor = max((growth.factors[axis] for axis in axes), default=1)
+    if not is_whole(factor):
+        method = rotary_fraction(architecture, config, request.rope, factor)
+    rotary = Rotary(method or "", axes, factor)
+    return Growing(growth, rotary, partial_axes(architecture, sizes, growth.factors))
 
 
 def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
@@ -127,21 +137,23 @@ class _Planner:
         architecture: ArchitectureMap,
         match: Match,
         sizes: Sizes,
-        growth: AxisGrowth,
+        grown: Growing,
         config: ModelConfig,
         request: PlanRequest,
-        rotary: Rotary,
     ) -> None:
         self.architecture = architecture
-        self.rotary = rotary
+        self.rotary = grown.rotary
         self.match = match
         self.sizes = sizes
-        self.growth = growth
+        self.growth = grown.growth
         self.config = config
         self.request = request
         self.file = printable(request.file)
-        self.spaces = SpaceScales(architecture, match, growth.factors, config, rotary)
-        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.types.dtype)
+        self.spaces = SpaceScales(architecture, match, self.growth.factors, config, self.rotary, grown.partials)
+        self.changes = ConfigChanges(sizes, self.growth.factors, self.spaces, config, request.types.dtype)
+        self.filling = Filling(architecture, self.spaces, grown.partials, request.fill)
+        if faults := [f"{self.file}: {fault}" for fault in self.filling.faults()]:
+            raise WidenError(*faults)
         self.warnings: list[str] = []
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
@@ -188,7 +200,7 @@ class _Planner:
         """The tensors' plans, with copies laid as was asked for or as quantised blocks allow."""
         heads = [axis for axis in self.architecture.growth.heads if self.sizes.known.get(axis) != 1]
         uneven = None
-        if len({self.growth.factors[axis] for axis in heads}) > 1:
+        if len({self.growth.factors[axis] for axis in heads}) > 1 and not {*heads} & self.filling.partials.keys():
             uneven = f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
         return arrange(
             self.request.layout, lambda layout: self.tensor_plans(tensors, mode, scales, layout), uneven, self.file
@@ -267,7 +279,7 @@ class _Planner:
         self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any], layout: str
     ) -> tuple[TensorPlan, ...]:
         silent, first = self.spaces.silent(MODES[mode]), self.spaces.first_copies()
-        builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first)
+        builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first, self.filling)
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         grids = {grid.name for grid in self.match.grids.values()}
@@ -282,11 +294,14 @@ class _Planner:
             elif item := matched.get(tensor.name):
                 target = self.request.types.of(self.architecture, item)
                 try:
-                    planned += self.with_grid(builder.tensor_plan(item, self.match, target))
+                    made = builder.tensor_plan(item, self.match, target)
+                    planned += self.with_grid(replace(made, seed=self.request.seed))
                 except (UnfitTypeError, UnfitGridError) as error:
                     unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:
                     unknown.update({axis: tensor.name for axis in error.axes if axis not in unknown})
+        for text in unfilled(planned):
+            unfit.add(f"{self.file}: {text}")
         if unfit.texts:
             raise WidenError(*unfit.texts)
         if unknown:
@@ -316,7 +331,7 @@ class _Planner:
 
     def with_made(self, planned: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
         """The plans with the tensor that divides frequencies, where heads grow by it."""
-        rope, factor = self.architecture.rope, self.rotary.factor
+        rope, factor = self.architecture.rope, int(self.rotary.factor)
         if rope is None or rope.tensor is None or self.rotary.method != "frequencies" or factor == 1:
             return planned
         pairs = self.pairs()
@@ -358,7 +373,9 @@ class _Planner:
         space = self.architecture.output
         if space is None or space not in scales:
             return []
-        copies = self.spaces.factor(space)
+        copies = self.spaces.copies(space)
+        if (axis := self.filling.axis(space)) != "":
+            return [partial_output(self.filling.partials[axis], space in self.filling.meant, scales[space], layout)]
         if copies == 1 and scales[space].is_one:
             return []
         how = "as a whole (x0 x1 x0 x1)" if layout == "tile" else "side by side (x0 x0 x1 x1)"

@@ -79,7 +79,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "architecture": plan.architecture,
         "scaling": plan.mode,
         "why": plan.why,
-        "factors": {axis: plan.factors[axis] for axis in plan.axes},
+        "factors": plan.named_factors,
         "scales": {space: {"text": str(scale), "value": float(scale)} for space, scale in plan.scales.items()},
         "function_exact": True,
         "bit_exact": _bit_exact(plan),
