@@ -16,7 +16,7 @@ from widen_cli.formulas import dotted
 from widen_cli.map_checks import NORMS
 from widen_cli.map_rules import ArchitectureMap, TensorRule
 from widen_cli.plan.laws import is_norm, taken
-from widen_cli.plan.partial import Partials
+from widen_cli.plan.partial import Partials, shared_keys
 from widen_cli.plan.spaces import SpaceScales
 from widen_cli.scales import ONE, Scale
 
@@ -42,13 +42,46 @@ class Filling:
         self.normed = {
             axis for argument in self.norms.values() for word in self.words(argument) if (axis := self.axis(word))
         }
+        self.tied = {axis for tie in spaces.ties for name in spaces.read_by(tie) if (axis := self.axis(name))}
+        self.filled = self.normed | self.tied
         self.once = spaces.first_copies() if partials else frozenset()
-        self.meant = {
-            word
-            for argument in self.norms.values()
-            for word in self.words(argument)
-            if self.kind(self.axis(word)) == LAYER
-        }
+        self.meant = self.summed_up(
+            {
+                word
+                for argument in self.norms.values()
+                for word in self.words(argument)
+                if self.kind(self.axis(word)) == LAYER
+            }
+        )
+
+    def summed_up(self, meant: set[str]) -> set[str]:
+        """The spaces that have to hold their mean at new positions: `meant`, and what is a sum of such or part of one."""
+        for _ in self.architecture.spaces:
+            for name, space in self.architecture.spaces.items():
+                if space.formula is None or name in self.norms or not self.axis(name):
+                    continue
+                words = {word for word in self.words(space.formula.tree) if self.axis(word)}
+                if self.linear(space.formula.tree) and meant & (words | {name}):
+                    meant = meant | words | {name}
+        return meant
+
+    def linear(self, node: ast.expr) -> bool:
+        """Whether a formula is a sum of spaces, each times numbers."""
+        match node:
+            case ast.Name() | ast.Attribute():
+                return True
+            case ast.IfExp():
+                return self.linear(node.body if self.spaces.condition(node.test) else node.orelse)
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+                return self.linear(left) and self.linear(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                sides = [any(map(self.axis, self.words(side))) for side in (left, right)]
+                return not all(sides) and all(
+                    self.linear(side) for side, has in zip((left, right), sides, strict=True) if has
+                )
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                return self.linear(left) and not any(map(self.axis, self.words(right)))
+        return False
 
     def words(self, node: ast.expr) -> list[str]:
         """The spaces in an expression, but for those of branches that are not taken."""
@@ -81,7 +114,7 @@ class Filling:
         """What a tensor writes to new positions of an axis; None for copies."""
         if space in self.once and self.axis(space) == axis:
             return Fill.ZERO
-        if axis in self.normed:
+        if axis in self.filled:
             if is_gain(rule):
                 return None
             return Fill.MEAN if space in self.meant and self.axis(space) == axis else Fill.ZERO
@@ -89,7 +122,7 @@ class Filling:
 
     def read(self, space: str, axis: str) -> Fill | None:
         """With what a tensor reads new positions of an axis; None for the weights of the positions that they copy."""
-        if axis not in self.normed:
+        if axis not in self.filled:
             return None if self.fill == COPY else Fill.ZERO
         if self.fill == ZERO or not self.empty(space, frozenset()):
             return Fill.ZERO
@@ -97,13 +130,13 @@ class Filling:
 
     def drawn(self, axis: str) -> bool:
         """Whether new positions may hold anything, as they are not read: those of keys are, by copies of queries."""
-        growth = self.architecture.growth
-        return axis not in (*growth.heads[1:], growth.head_dim, *growth.with_head_dim) and not any(
+        growth, keys = self.architecture.growth, shared_keys(self.architecture).values()
+        return axis not in (*keys, growth.head_dim, *growth.with_head_dim) and not any(
             self.axis(name) == axis for pair in self.spaces.reading.contractions for name in pair
         )
 
     def empty(self, name: str, seen: frozenset[str]) -> bool:
-        """Whether a space is zero at new positions of a normed axis."""
+        """Whether a space is zero at new positions of a filled axis."""
         space = self.architecture.spaces.get(name)
         if name in seen:
             return True
@@ -148,6 +181,10 @@ class Filling:
                 for space, path in self.spaces.carriers(rule, "out")
             ):
                 yield f"the norm of '{printable(rule.pattern)}' runs over all of them at once; give a whole factor"
+        for rule in self.spaces.rules:
+            for space, _ in self.spaces.carriers(rule, "out"):
+                if is_gain(rule) and self.axis(space) == axis and axis in self.filled and space not in self.norms:
+                    yield self.unsaid(rule, space)
         if axis not in self.normed:
             return
         kind = self.kind(axis)
@@ -170,12 +207,9 @@ class Filling:
                 if self.axis(name) != axis:
                     continue
                 space = self.architecture.spaces.get(name)
-                if name in self.norms:
-                    yield (
-                        f"a LayerNorm writes '{name}', over which another LayerNorm runs: new positions would have to hold the mean "
-                        "of what its gain and bias make, which no stored number can say; give a whole factor"
-                    )
-                elif space is not None and space.formula is not None:
+                if name in self.norms and self.behind_norm(name):
+                    yield self.post_norm(name)
+                elif space is not None and space.formula is not None and name not in {*self.norms, *self.meant}:
                     yield f"a LayerNorm runs over {space.formula.text}, whose mean no stored number can say; give a whole factor"
         for rule in self.spaces.rules:
             for written, path in self.spaces.carriers(rule, "out"):
@@ -183,6 +217,30 @@ class Filling:
                     yield f"'{printable(rule.pattern)}' writes it together with other axes; give a whole factor"
             if any(self.axis(name) == axis for _, path in self.spaces.carriers(rule, "carried") for name in path):
                 yield f"'{printable(rule.pattern)}' multiplies it, which does not keep its mean; give a whole factor"
+
+    def unsaid(self, rule: TensorRule, space: str) -> str:
+        if space in self.meant:
+            return self.post_norm(space)
+        return (
+            f"'{printable(rule.pattern)}' writes '{space}', and map '{self.architecture.architecture}' does not say that this comes out "
+            "of a norm; give a whole factor"
+        )
+
+    def post_norm(self, space: str) -> str:
+        return (
+            f"a LayerNorm writes '{space}', over which another LayerNorm runs: new positions would have to hold the mean "
+            "of what its gain and bias make, which no stored number can say; give a whole factor"
+        )
+
+    def behind_norm(self, space: str) -> bool:
+        """Whether a norm writes a space that may come out of one: a gain does, or norms have no gains that would tell."""
+        gains = [
+            written
+            for rule in self.spaces.rules
+            for written, _ in self.spaces.carriers(rule, "out")
+            if is_gain(rule) and written in self.norms and self.axis(written) == self.axis(space)
+        ]
+        return space in gains or not gains
 
 
 def is_gain(rule: TensorRule) -> bool:

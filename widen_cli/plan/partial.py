@@ -6,6 +6,7 @@ out among the groups that read one key, so that a copy of a query still reads a 
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -88,11 +89,31 @@ def _grouped(
     architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor], made: Mapping[str, Partial]
 ) -> dict[str, Partial]:
     """The heads of queries, where they share keys: within each group, as many copies as the group's keys serve."""
-    if len(architecture.growth.heads) != 2 or not made.keys() & {*architecture.growth.heads}:
-        return {}
-    heads, keys = architecture.growth.heads
-    if heads not in sizes.known or keys not in sizes.known:
-        return {}
+    found: dict[str, Partial] = {}
+    for heads, keys in shared_keys(architecture).items():
+        if {heads, keys} <= sizes.known.keys() and {heads, keys} & made.keys():
+            found |= _in_groups(heads, keys, sizes, factors, made)
+    return found
+
+
+def shared_keys(architecture: ArchitectureMap) -> dict[str, str]:
+    """The axes of heads that share keys and values, each with the axis of those: where a map requires heads % kv_heads == 0."""
+    found: dict[str, str] = {}
+    for formula in architecture.requires:
+        for node in ast.walk(formula.tree):
+            match node:
+                case ast.Compare(
+                    left=ast.BinOp(left=ast.Name(id=heads), op=ast.Mod(), right=ast.Name(id=keys)),
+                    ops=[ast.Eq()],
+                    comparators=[ast.Constant(value=0)],
+                ) if {heads, keys} <= {*architecture.growth.heads}:
+                    found[heads] = keys
+    return found
+
+
+def _in_groups(
+    heads: str, keys: str, sizes: Sizes, factors: Mapping[str, Factor], made: Mapping[str, Partial]
+) -> dict[str, Partial]:
     old, kept = sizes.known[heads], sizes.known[keys]
     new, serving = old * Fraction(factors[heads]), kept * Fraction(factors[keys])
     told = f"--grow {heads}={factors[heads]},{keys}={factors[keys]}: {new} {heads} over {serving} {keys}"

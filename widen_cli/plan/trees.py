@@ -199,7 +199,7 @@ class TreeBuilder:
         elif role == "in":
             fill = Fill.ZERO if first_only else self.filling.read(space, partial.axis)
         # What is added along a filled axis has to stand behind all of it: hidden states then begin with the old ones.
-        filled = partial.axis in self.filling.normed
+        filled = partial.axis in self.filling.filled
         tiled = self.tiles(partial.axis) or (filled and partial.whole == 1)
         laid: list[Growth] = []
         for segment in (each for each in partial.segments if each.units):
