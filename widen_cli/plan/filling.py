@@ -42,8 +42,6 @@ class Filling:
         self.normed = {
             axis for argument in self.norms.values() for word in self.words(argument) if (axis := self.axis(word))
         }
-        self.tied = {axis for tie in spaces.ties for name in spaces.read_by(tie) if (axis := self.axis(name))}
-        self.filled = self.normed | self.tied
         self.once = spaces.first_copies() if partials else frozenset()
         self.meant = self.summed_up(
             {
@@ -53,6 +51,9 @@ class Filling:
                 if self.kind(self.axis(word)) == LAYER
             }
         )
+        # A tied weight is written and read, so what it has at new positions cannot be shared out; zeros can.
+        tied = {name for tie in spaces.ties for name in (*spaces.read_by(tie), *spaces.written_by(tie))}
+        self.filled = self.normed | {axis for name in tied | self.meant if (axis := self.axis(name))}
 
     def summed_up(self, meant: set[str]) -> set[str]:
         """The spaces that have to hold their mean at new positions: `meant`, and what is a sum of such or part of one."""

@@ -259,6 +259,9 @@ class SpaceScales:
     def read_by(self, tie: Tie) -> set[str]:
         return {name for name, _ in self.carriers(self.rule(tie.tensor), "in")}
 
+    def written_by(self, tie: Tie) -> set[str]:
+        return {name for name, _ in self.carriers(self.rule(tie.to), "out")}
+
     def is_there(self, name: str) -> bool:
         """Whether a tensor writes a space, or it comes out of others that are there, as of a norm without a gain."""
         if name in self.written():
