@@ -184,7 +184,10 @@ class Filling:
                 yield f"the norm of '{printable(rule.pattern)}' runs over all of them at once; give a whole factor"
         for rule in self.spaces.rules:
             for space, _ in self.spaces.carriers(rule, "out"):
-                if is_gain(rule) and self.axis(space) == axis and axis in self.filled and space not in self.norms:
+                if not is_gain(rule) or self.axis(space) != axis or axis not in self.filled or space in self.norms:
+                    continue
+                # A vector that meets another one is a weight; it meets zeros.
+                if not any(space in pair for pair in self.spaces.reading.contractions):
                     yield self.unsaid(rule, space)
         if axis not in self.normed:
             return
