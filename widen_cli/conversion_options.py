@@ -54,7 +54,7 @@ CONVERSION = (
         "--grow",
         callback=readable(parse_grow),
         metavar="AXIS=N,...",
-        help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay.",
+        help="Grow single axes, such as hidden=2,intermediate=4/3,heads=2. Without --factor the others stay.",
     ),
     click.option(
         "--scaling",
@@ -131,7 +131,7 @@ CONVERSION = (
         "themselves copies (zero) or drawn from their matrix (random).",
     ),
     click.option(
-        "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what --fill random draws."
+        "--fill-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what --fill random draws."
     ),
 )
 

@@ -34,7 +34,7 @@ class Options:
     rope: str | None = None
     untie: bool = False
     fill: str = "copy"
-    seed: int = 0
+    fill_seed: int = 0
     recorded_map: str | None = None
     recorded_map_alone: bool = False
     force: bool = False

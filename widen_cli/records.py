@@ -40,7 +40,7 @@ class Said(BaseModel):
     rope: str | None = None
     untie: bool = False
     fill: str = "copy"
-    seed: int = 0
+    fill_seed: int = 0
 
 
 class Was(BaseModel):

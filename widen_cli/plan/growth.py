@@ -39,7 +39,7 @@ def parse_grow(text: str, option: str = "--grow") -> dict[str, Fraction]:
         if not equals or not axis or not 1 <= factor <= FACTOR_LIMIT:
             raise WidenError(
                 f"{option} {printable(text)}: '{printable(piece)}' is no axis=factor with a whole factor from 1 to {FACTOR_LIMIT}; "
-                "write for example hidden=2,intermediate=3, or hidden=4/3 for a size that is no multiple"
+                "write for example hidden=2,intermediate=3"
             )
         if axis in factors:
             raise WidenError(f"{option} {printable(text)}: '{printable(axis)}' stands twice")
