@@ -258,6 +258,23 @@ def test_the_same_bytes_by_any_road(variant: str, fill: str, narrow: Narrow, tmp
     assert "was grown to sizes that are no multiples (hidden 4/3" in result.stderr
 
 
+@pytest.mark.parametrize("variant", ["llama_tied", "gpt2_untied", "bert_mlm", "bart", "mixtral"])
+def test_a_padded_vocabulary(variant: str, narrow: Narrow, tmp_path: Path) -> None:
+    """Old logits stay, new ones are their mean, which no token's logit that wins is below."""
+    report = widen(narrow.path(variant), tmp_path / "wide", "vocab=128/97,hidden=3", scaling="copy")
+    described = KNOWN[variant]
+    tokens = (described.inputs or models.fixed_inputs)(described.make_config())
+    before, after = (
+        models.outputs(path, torch.float64, inputs=lambda config: tokens)["logits"]
+        for path in (narrow.path(variant), tmp_path / "wide")
+    )
+    assert after.shape[-1] == 128
+    assert np.abs(after[..., :97] - before).max() < EXACT * np.abs(before).max()
+    assert np.abs(after[..., 97:] - before.mean(-1, keepdims=True)).max() < EXACT * np.abs(before).max()
+    assert after.argmax(-1).max() < 97
+    assert report.job.plan.named_factors["vocab"] == "128/97"
+
+
 # GGUF.
 
 
@@ -320,6 +337,7 @@ def test_what_blocks_cannot_hold(tmp_path: Path) -> None:
         ("llama_gqa", "heads=1,kv_heads=3/2", {}, "leave some of the old 3 heads of a group without a place"),
         ("llama", "head_dim=7/3", {}, "grow by whole factors, or by fractions below 2"),
         ("llama", "head_dim=4/3", {"rope": "spread"}, "--rope spread: cannot grow heads by 4/3; --rope theta can"),
+        ("llama", "vocab=2", {}, "; 'vocab' is padded, to less than twice its size"),
         ("mamba2", "heads=4/3", {}, "runs over all of them at once"),
     ],
 )  # fmt: skip

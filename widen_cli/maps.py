@@ -151,7 +151,7 @@ class _Compiler:
             self.fault(("axes", name), f"axis '{name}' has a 'size' and an 'else'; an 'else' goes with a 'key'")
         if section.size is None and not keys and not section.fixed:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
-        return Axis(name, tuple(keys), size, otherwise, section.fixed)
+        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded)
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)

@@ -115,14 +115,23 @@ class Filling:
         """What a tensor writes to new positions of an axis; None for copies."""
         if space in self.once and self.axis(space) == axis:
             return Fill.ZERO
+        if self.padded(axis):
+            return Fill.MEAN
         if axis in self.filled:
             if is_gain(rule):
                 return None
             return Fill.MEAN if space in self.meant and self.axis(space) == axis else Fill.ZERO
         return Fill.RANDOM if self.fill == RANDOM and self.drawn(axis) else None
 
+    def padded(self, axis: str) -> bool:
+        """Whether new positions are rows of a vocabulary: a row that is the mean of all makes the mean of all logits, which
+        is below the largest one."""
+        return self.architecture.axes[axis].padded
+
     def read(self, space: str, axis: str) -> Fill | None:
         """With what a tensor reads new positions of an axis; None for the weights of the positions that they copy."""
+        if self.padded(axis):
+            return Fill.MEAN
         if axis not in self.filled:
             return None if self.fill == COPY else Fill.ZERO
         if self.fill == ZERO or not self.empty(space, frozenset()):

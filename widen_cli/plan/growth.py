@@ -158,8 +158,9 @@ def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, Factor]) -> 
                 f"--grow {axis}: map '{architecture.architecture}' has no such axis{did_you_mean(axis, growing)}; "
                 f"it has {', '.join(growing)}"
             )
-        elif axis not in growing and asked[axis] != 1:
-            faults.append(f"--grow {axis}: '{axis}' cannot grow; these can: {', '.join(growing)}")
+        elif axis not in growing and asked[axis] != 1 and not (architecture.axes[axis].padded and asked[axis] < 2):
+            more = f"; '{axis}' is padded, to less than twice its size" if architecture.axes[axis].padded else ""
+            faults.append(f"--grow {axis}: '{axis}' cannot grow; these can: {', '.join(growing)}{more}")
     if faults:
         raise WidenError(*faults)
 
@@ -195,7 +196,10 @@ def _all_factors(
     architecture: ArchitectureMap, chosen: Mapping[str, Factor], sizes: Mapping[str, int]
 ) -> dict[str, Factor] | None:
     """Factors of every axis from those of the ones with keys; None where a new size would be no whole number."""
-    factors = {name: Fraction(1 if axis.fixed else chosen.get(name, 1)) for name, axis in architecture.axes.items()}
+    factors = {
+        name: Fraction(chosen.get(name, 1) if axis.padded or not axis.fixed else 1)
+        for name, axis in architecture.axes.items()
+    }
     growth = architecture.growth
     for _ in architecture.axes:
         if growth.head_dim is not None:

@@ -190,7 +190,8 @@ class _Planner:
             axes=tuple(
                 name
                 for name, axis in self.architecture.axes.items()
-                if not axis.fixed and (axis.keys or name == self.architecture.growth.head_dim)
+                if (not axis.fixed and (axis.keys or name == self.architecture.growth.head_dim))
+                or self.growth.factors[name] != 1
             ),
             equal_pairs=self.spaces.stored_ties(),
             output=self.architecture.output,

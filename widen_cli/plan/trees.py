@@ -193,13 +193,16 @@ class TreeBuilder:
         if size != partial.old:
             raise UnknownSizeError((partial.axis,))
         space = carrier(self.sizes.architecture, path)
+        padded = self.filling.padded(partial.axis)
         fill: Fill | None = None
         if role == "out":
             fill = self.filling.written(space, partial.axis, self.rule)
         elif role == "in":
             fill = Fill.ZERO if first_only else self.filling.read(space, partial.axis)
+        elif padded:
+            fill = Fill.MEAN
         # What is added along a filled axis has to stand behind all of it: hidden states then begin with the old ones.
-        filled = partial.axis in self.filling.filled
+        filled = padded or partial.axis in self.filling.filled
         tiled = self.tiles(partial.axis) or (filled and partial.whole == 1)
         laid: list[Growth] = []
         for segment in (each for each in partial.segments if each.units):
