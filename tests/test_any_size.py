@@ -316,7 +316,9 @@ def test_quantised_blocks(kind: Kind, tmp_path: Path) -> None:
 def test_what_blocks_cannot_hold(tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "narrow.gguf", Tiny(kinds=(Kind.Q8_0,), layers=1))
     said = refusal(source, "intermediate=3/2", fill="random")
-    assert "holds no numbers to take a mean of or to draw from; --dequantize F32 makes numbers of it" in said
+    assert (
+        "holds no numbers to take a mean of or to draw from; make numbers of it (of a GGUF, --dequantize F32)" in said
+    )
     assert "do not fill blocks of 32" in refusal(source, "intermediate=17/16")
     widen(source, tmp_path / "wide.gguf", "intermediate=3/2", fill="random", dequantize="F32")
 

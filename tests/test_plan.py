@@ -247,7 +247,11 @@ def test_what_a_config_ties_together_cannot_be_torn_apart(grow: str) -> None:
             "--grow hiden: map 'llama' has no such axis (did you mean 'hidden'?); it has hidden, intermediate, heads, "
             "kv_heads, head_dim",
         ),
-        ("vocab=2", "--grow vocab: 'vocab' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim"),
+        (
+            "vocab=2",
+            "--grow vocab: 'vocab' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim; "
+            "'vocab' is padded, to less than twice its size",
+        ),
         ("rotary=2", "--grow rotary: 'rotary' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim"),
         (
             "hidden=2,heads=3",

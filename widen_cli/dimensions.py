@@ -116,11 +116,6 @@ def inverted(growth: Growth) -> Growth:
     return replace(growth, scale=growth.scale**-1)
 
 
-def silent(growth: Growth) -> bool:
-    """Whether some of the copies are zero."""
-    return Fill.ZERO in fills(growth)
-
-
 def fills(growth: Growth) -> set[Fill]:
     """What stands where no copy does; empty where all are copies."""
     if isinstance(growth, Laid):

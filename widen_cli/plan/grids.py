@@ -96,7 +96,13 @@ def _grid_growth(tree: Growth, side: int) -> Growth:
             held = set()
         held.add(place)
     places.append(_only(held, side))
-    return _as_growth(places, -(-tree.old // side), side)
+    try:
+        return _as_growth(places, -(-tree.old // side), side)
+    except UnfitGridError:
+        # Parts that begin and end with blocks are laid each by itself.
+        if isinstance(tree, Laid) and not any(part.old % side or part.new % side for part in tree.parts):
+            return Laid(tuple(_grid_growth(part, side) for part in tree.parts))
+        raise
 
 
 def _places(found: Sequence[Run], side: int) -> Iterator[Place]:

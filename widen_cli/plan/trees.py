@@ -316,7 +316,7 @@ def unfilled(planned: Iterable[TensorPlan]) -> list[str]:
     """Why tensors of quantised blocks cannot be filled as planned."""
     return [
         f"tensor '{printable(plan.source.name)}': {plan.source.dtype.name} holds no numbers to take a mean of or to draw from; "
-        "--dequantize F32 makes numbers of it, and --fill zero or copy draws none"
+        "make numbers of it (of a GGUF, --dequantize F32), or give --fill zero or copy where it is to be drawn"
         for plan in planned
         if plan.dtype.kind == "blocks" and plan.fills - {Fill.ZERO}
     ]
