@@ -953,6 +953,7 @@ def test_json_has_an_object_for_each_tensor() -> None:
         "new_shape": [12, 24],
         "factors": [{"text": "1/2", "value": 0.5}],
         "copies_are_zero": False,
+        "filled": [],
         "dtype": "F32",
         "new_dtype": "F32",
         "exactness": "exact",
