@@ -236,10 +236,8 @@ class _Compiler:
         """Which norm runs over each axis; one word is for all of them."""
         said = {"": document.norms} if isinstance(document.norms, str) else document.norms or {}
         for axis, kind in said.items():
-            path: Keys = ("norms", axis) if axis else ("norms",)
-            if axis and axis not in document.axes:
-                self.key_fault(path, f"'{axis}' is no axis of this map{did_you_mean(axis, document.axes)}")
             if kind not in NORMS:
+                path: Keys = ("norms", axis) if axis else ("norms",)
                 self.fault(path, f"'{kind}' is no norm; it is {' or '.join(NORMS)}{did_you_mean(kind, NORMS)}")
         return said
 
@@ -353,6 +351,8 @@ class _Compiler:
             keys_known = [*document.config, *document.places]
             for section, keys in (("keys", document.rope.keys), ("lists", document.rope.lists)):
                 uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
+        if isinstance(document.norms, dict):
+            uses += [(("norms", axis), axis, document.axes) for axis in document.norms]
         if document.output is not None:
             uses.append((("output",), document.output, {*document.axes, *document.spaces}))
         for path, word, known in uses:

@@ -25,7 +25,7 @@ from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.partial import Partials, partial_axes, partial_output
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_fraction, rotary_method, why_none
-from widen_cli.plan.sizes import Sizes
+from widen_cli.plan.sizes import Sizes, told_by_no_tensor
 from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError, unfilled
 from widen_cli.plan.untie import untied
@@ -306,7 +306,7 @@ class _Planner:
         if unfit.texts:
             raise WidenError(*unfit.texts)
         if unknown:
-            raise WidenError(self.needs(unknown))
+            raise WidenError(f"{self.file}: {told_by_no_tensor(self.sizes, unknown)}")
         return self.with_made(with_scalars(self.architecture, planned))
 
     def with_grid(self, plan: TensorPlan) -> tuple[TensorPlan, ...]:
@@ -341,28 +341,6 @@ class _Planner:
     def pairs(self) -> int:
         """How many rotary pairs an old head has; 0 where there is none, or nothing tells."""
         return next((self.sizes.known.get(axis, 0) for axis in self.rotary.axes), 0)
-
-    def needs(self, unknown: dict[str, str]) -> str:
-        """What to say of axes whose sizes nothing tells; `unknown` names for each a tensor that holds a product with it."""
-        keys = list(
-            dict.fromkeys(key for name in self.architecture.axes if name in unknown for key in self.telling(name))
-        )
-        more = f"; where that is not enough, {' and '.join(keys[1:])} too" if keys[1:] else ""
-        return (
-            f"{self.file}: the tensors alone do not tell {', '.join(unknown)} "
-            f"('{printable(next(iter(unknown.values())))}' holds only a product with it); "
-            f"give --config, or --set {keys[0] if keys else 'the missing size'}=N{more}"
-        )
-
-    def telling(self, name: str) -> list[str]:
-        """The config keys that tell an unknown axis: its own, or for one that is computed those of what it comes from."""
-        if name in self.sizes.known:
-            return []
-        axis = self.architecture.axes.get(name)
-        if axis is None or not axis.computed or axis.size is None:
-            return [name] if axis is None else list(axis.keys[:1])
-        roots = [key for word in axis.size.words for key in self.telling(word)]
-        return roots if name != self.architecture.growth.head_dim else []
 
     def assumptions(self) -> list[str]:
         """What was taken on the user's word: no shape can tell it."""
