@@ -294,6 +294,21 @@ def test_llama_cpp_says_the_same(name: str, grow: str, mode: str, tmp_path: Path
     assert np.abs(log_probabilities(source, PROMPTS) - log_probabilities(wide, PROMPTS)).max() < 2e-4
 
 
+@pytest.mark.parametrize("name", ["qwen2", "phi2", "gpt2-untied"])
+def test_a_padded_vocabulary_in_llama_cpp(name: str, tmp_path: Path) -> None:
+    source, wide = gguf_families.write(name, tmp_path / "narrow.gguf"), tmp_path / "wide.gguf"
+    before = log_probabilities(source, PROMPTS)
+    size = before.shape[1]
+    widen(source, wide, f"vocab={Fraction(size + 31, size)},hidden=4/3", scaling="copy")
+    after = log_probabilities(wide, PROMPTS)
+    assert after.shape == (len(PROMPTS), size + 31)
+    # Log-probabilities share what the new tokens take, so they are compared with that of one token.
+    assert np.abs((after[:, :size] - after[:, :1]) - (before - before[:, :1])).max() < 2e-4
+    assert np.abs(after[:, size:] - after[:, :size].mean(1, keepdims=True)).max() < 2e-4
+    result = CliRunner().invoke(cli, ["verify", str(source), str(wide)])
+    assert result.exit_code == 0, result.stderr
+
+
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.IQ4_NL], ids=lambda kind: kind.name)
 def test_quantised_blocks(kind: Kind, tmp_path: Path) -> None:
     """Every value of the wide file is one of the narrow file, or zero: block scales stay, new blocks have scale 0."""
