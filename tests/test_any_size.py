@@ -67,7 +67,8 @@ CASES = [
     ("llama", "head_dim=4/3", "copy", "copy"),  # rotary pairs: the base is raised to the power of 4/3
     ("llama", "head_dim=5/3", "orthogonal", "random"),
     ("qwen3", "hidden=8/5,heads=8/3,kv_heads=4/3", "copy", "zero"),  # one epsilon for the stream and for q and k
-    ("qwen3", "head_dim=7/5", "copy", "copy"),
+    ("qwen3", "head_dim=7/5,hidden=6/5", "orthogonal", "copy"),  # copies under a norm, made even
+    ("gemma3_text", "head_dim=9/5", "copy", "random"),
     ("gemma2", WIDER, "orthogonal", "copy"),  # norms behind the branches, gains 1 + w, embeddings times a root
     ("gemma3_text", WIDER, "quiet", "random"),
     ("gemma3_text_untied", "hidden=7/6", "sum", "copy"),
@@ -146,6 +147,11 @@ FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
         "llama_gqa",
         GROUPS,
         lambda patch: patch.setattr(trees, "times", lambda g, s: g),
+    ),
+    "copies under a norm not made even": (
+        "qwen3",
+        "head_dim=7/5",
+        lambda patch: patch.setattr(filling.Filling, "evening", lambda *arguments: ONE),
     ),
     "heads read others' keys": (
         "llama_gqa",
@@ -226,6 +232,22 @@ def test_new_units(narrow: Narrow, tmp_path: Path) -> None:
     assert not np.array_equal(drawn, found["random", 7][0][30::2])
 
 
+def test_new_positions_learn(narrow: Narrow, tmp_path: Path) -> None:
+    """What is zero on one side is not on the other, so that it gets a gradient; with --fill zero the stream's does not."""
+    for fill in ("copy", "zero"):
+        widen(narrow.path("qwen3"), tmp_path / fill, "hidden=8/5,head_dim=7/5", scaling="copy", fill=fill)
+        model = models.load(tmp_path / fill, torch.float64)
+        tokens = models.fixed_inputs(model.config)["input_ids"]
+        model(tokens, labels=tokens).loss.backward()
+        layer = model.model.layers[0]
+        assert bool(layer.mlp.down_proj.weight.grad[40:].abs().min() > 0) == (fill == "copy")
+        # Pairs 3 and 4 of 5 stand twice, and of keys the second time as zero: 5 and 6 of 7 in either half of a head.
+        new = torch.tensor([5, 6, 12, 13])
+        assert not layer.self_attn.k_norm.weight[new].any()
+        assert layer.self_attn.k_norm.weight.grad[new].abs().min() > 0
+        assert layer.self_attn.q_norm.weight[new].all()
+
+
 def test_draws_do_not_depend_on_where_a_block_begins() -> None:
     bits = np.arange(600, dtype=np.uint16).reshape(6, 100)
     draws = Draws.of(3, "a")
@@ -283,6 +305,7 @@ def test_a_padded_vocabulary(variant: str, narrow: Narrow, tmp_path: Path) -> No
     [
         ("qwen3", "hidden=4/3,heads=3/2,kv_heads=3/2,intermediate=71/50", "copy"),
         ("gemma3", "hidden=4/3", "sum"),
+        ("gemma3", "head_dim=8/5", "copy"),  # pairs are neighbours in GGUF, and of q and k normed
         ("gpt2", "hidden=4/3", "orthogonal"),
         ("falcon-40b", "hidden=4/3,heads=4/3,kv_heads=4/3", "copy"),  # keys, values and groups of queries in one tensor
         ("phi3", "hidden=4/3,heads=4/3,kv_heads=4/3,intermediate=71/50", "quiet"),

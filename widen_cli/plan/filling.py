@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from fractions import Fraction
 
 from widen_cli.dimensions import Fill
 from widen_cli.errors import printable
@@ -48,12 +49,13 @@ class Filling:
                 word
                 for argument in self.norms.values()
                 for word in self.words(argument)
-                if self.kind(self.axis(word)) == LAYER
+                if self.kind(self.axis(word)) == LAYER and self.axis(word) not in spaces.evened
             }
         )
+        self.evened = self.normed & spaces.evened
         # A tied weight is written and read, so what it has at new positions cannot be shared out; zeros can.
         tied = {name for tie in spaces.ties for name in (*spaces.read_by(tie), *spaces.written_by(tie))}
-        self.filled = self.normed | {axis for name in tied | self.meant if (axis := self.axis(name))}
+        self.filled = (self.normed - self.evened) | {axis for name in tied | self.meant if (axis := self.axis(name))}
 
     def summed_up(self, meant: set[str]) -> set[str]:
         """The spaces that have to hold their mean at new positions: `meant`, and what is a sum of such or part of one."""
@@ -110,6 +112,16 @@ class Filling:
             if space in self.norms:
                 return self.spaces.spread(self.norms[space])
         return ONE
+
+    def evening(self, space: str, axis: str, rule: TensorRule, copies: int) -> Scale:
+        """The factor on what is written of positions that stand `copies` times under a norm, which then finds the same
+        mean square, and its inverse on the gain."""
+        if axis not in self.evened or self.axis(space) != axis:
+            return ONE
+        even = Scale.of(self.partials[axis].ratio / copies) ** Fraction(1, 2)
+        if any(space in self.words(argument) for argument in self.norms.values()):
+            return even
+        return even**-1 if space in self.norms and is_gain(rule) else ONE
 
     def written(self, space: str, axis: str, rule: TensorRule) -> Fill | None:
         """What a tensor writes to new positions of an axis; None for copies."""
@@ -201,6 +213,10 @@ class Filling:
         if axis not in self.normed:
             return
         kind = self.kind(axis)
+        if axis in self.evened and kind == LAYER:
+            yield "a LayerNorm runs over it, whose mean some more copies would move; give a whole factor"
+        elif axis in self.evened and kind == RMS:
+            return
         if kind is None:
             yield (
                 f"a norm runs over '{axis}', and map '{architecture.architecture}' does not say whether it subtracts the mean "

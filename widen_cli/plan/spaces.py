@@ -6,6 +6,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from functools import cached_property
 from types import MappingProxyType
 
 from widen_cli.config import ModelConfig
@@ -115,9 +116,21 @@ class SpaceScales:
                 if name in {*self.architecture.spaces, *self.architecture.axes}
                 else None
             )
-            if axis is not None and axis.name in self.partials:
+            if axis is not None and axis.name in self.partials and axis.name not in self.evened:
                 return self.partials[axis.name].spread
         return ONE
+
+    @cached_property
+    def evened(self) -> frozenset[str]:
+        """The axes along which q.k is summed: a norm over them meets copies of all positions, made even, and no zeros."""
+        found: set[str] = set()
+        for space in self.architecture.spaces.values():
+            for node in taken(space.formula.tree, self.condition) if space.formula else ():
+                if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                    sides = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+                    axes = (self.architecture.axis_of(part.id) for part in sides if part.id in self.architecture.spaces)
+                    found |= {axis.name for axis in axes if axis is not None and axis.name in self.partials}
+        return frozenset(found)
 
     def total_copies(self, path: tuple[str, ...]) -> int:
         product = 1

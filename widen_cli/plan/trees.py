@@ -207,11 +207,10 @@ class TreeBuilder:
         laid: list[Growth] = []
         for segment in (each for each in partial.segments if each.units):
             kept = 1 if first_only and role == "in" else segment.kept if fill is not None or filled else segment.copies
-            own, within = scale, inner
-            if role == "in" and not first_only:
-                own, within = (
-                    (scale / Scale.of(kept), None) if inner is None else (ONE, times(inner, Scale.of(kept) ** -1))
-                )
+            factor = ONE if role != "in" or first_only else Scale.of(kept) ** -1
+            if role == "out":
+                factor = self.filling.evening(space, partial.axis, self.rule, segment.copies)
+            own, within = (scale * factor, None) if inner is None else (ONE, times(inner, factor))
             live = 0 if fill is None or kept == segment.copies else kept
             how = (live, fill or Fill.ZERO)
             if tiled and segment.copies > 1:
