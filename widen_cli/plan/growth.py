@@ -94,6 +94,8 @@ def axis_growth(
             return AxisGrowth(balanced.factors, _notes(architecture, balanced.factors, wanted, causes))
     if faults := [fault for axis, number in asked.items() if (fault := unfit_size(axis, number, sizes))]:
         raise WidenError(*faults)
+    if tried[len(ways) :] and not torn and (uneven := _uneven(architecture, ways, asked, sizes)):
+        raise WidenError(uneven)
     raise WidenError(_unequal(architecture, asked or wanted, torn[0]) if torn else _impossible(architecture, wanted))
 
 
@@ -196,6 +198,14 @@ def _all_factors(
     architecture: ArchitectureMap, chosen: Mapping[str, Factor], sizes: Mapping[str, int]
 ) -> dict[str, Factor] | None:
     """Factors of every axis from those of the ones with keys; None where a new size would be no whole number."""
+    factors = _following(architecture, chosen)
+    if any(unfit_size(name, factor, sizes) or factor < 1 for name, factor in factors.items()):
+        return None
+    return {name: factor_of(factor) for name, factor in factors.items()}
+
+
+def _following(architecture: ArchitectureMap, chosen: Mapping[str, Factor]) -> dict[str, Fraction]:
+    """Factors of every axis from those of the ones with keys, whatever sizes they make."""
     factors = {
         name: Fraction(chosen.get(name, 1) if axis.padded or not axis.fixed else 1)
         for name, axis in architecture.axes.items()
@@ -207,9 +217,23 @@ def _all_factors(
         for name, axis in architecture.axes.items():
             if axis.computed and axis.size is not None and not axis.fixed:
                 factors[name] = _factor_of(axis.size.tree, factors)
-    if any(unfit_size(name, factor, sizes) or factor < 1 for name, factor in factors.items()):
-        return None
-    return {name: factor_of(factor) for name, factor in factors.items()}
+    return factors
+
+
+def _uneven(
+    architecture: ArchitectureMap,
+    ways: Sequence[Mapping[str, Factor]],
+    asked: Mapping[str, Factor],
+    sizes: Mapping[str, int],
+) -> str | None:
+    """What to say where a fraction that was asked for leaves an axis that follows no whole size; None for other reasons."""
+    for way in ways:
+        for axis, factor in _following(architecture, way).items():
+            formula = architecture.axes[axis].size
+            if formula and axis in sizes and factor >= 1 and unfit_size(axis, factor, sizes):
+                told = ",".join(f"{name}={number}" for name, number in asked.items())
+                return f"--grow {told}: {axis} = {formula.text} would be {sizes[axis] * factor}, which is no whole size"
+    return None
 
 
 def _factor_of(node: ast.expr, factors: Mapping[str, Fraction]) -> Fraction:

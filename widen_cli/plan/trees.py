@@ -217,7 +217,7 @@ class TreeBuilder:
                 laid.append(Copies(1, segment.copies, False, ONE, Copies(segment.units, 1, False, own, within), *how))
             else:
                 laid.append(Copies(segment.units, segment.copies, False, own, within, *how))
-        return Laid(tuple(laid)) if len(laid) > 1 else laid[0]
+        return Laid(tuple(laid)) if len(laid) != 1 else laid[0]
 
     def merged_into_next(
         self, terms: tuple[Term, ...], before: tuple[str, ...], role: str, total: int | None
