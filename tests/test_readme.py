@@ -64,6 +64,7 @@ def test_usage_block(tmp_path: Path) -> None:
     assert {"wide/model.safetensors", "wide/config.json", "piped.safetensors"} <= written
     assert (tmp_path / "piped.safetensors").read_bytes() == (tmp_path / "wide.safetensors").read_bytes()
     assert json.loads((tmp_path / "demo/mixed/config.json").read_text())["intermediate_size"] == 240
+    assert json.loads((tmp_path / "demo/larger/config.json").read_text())["hidden_size"] == 64
 
 
 def test_gguf_block(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from widen_cli.likeness import Likeness, likeness
 from widen_cli.options import Options
 from widen_cli.other_models import other_model
 from widen_cli.plan import PlanRequest, make_plan
+from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.match import match_tensors
 from widen_cli.plan.parameters import Parameters
 from widen_cli.plan.sizes import resolve_sizes
-from widen_cli.plan.wishes import parse_grow, wished
+from widen_cli.plan.wishes import wished
 from widen_cli.proposals import Proposals, parse_params, propose
 
 
@@ -46,8 +47,9 @@ def aimed(options: Options, checkpoint: Checkpoint, request: PlanRequest) -> tup
             model = open_checkpoint(options.base, options.config, request.settings, options.strip_prefix)
             opened.callback(model.close)
         narrow = _Narrow(model, choose_map(model, options.map), request)
-        grow = parse_grow(options.grow) if options.grow is not None else {}
-        fixed = wished(narrow.architecture, narrow.sizes, grow)
+        grow = parse_growth(options.grow)[0] if options.grow is not None else {}
+        asked = wished(narrow.architecture, narrow.sizes, grow)
+        fixed = {axis: Fraction(ratio) for axis, ratio in asked.items()}
         found = _like(options, narrow, fixed) if options.like is not None else _sized(options, narrow, fixed)
         said = [f"{axis}={ratio}x" for axis, ratio in found.ratios.items()] + [str(wish) for wish in grow.values()]
         aim = Aim(found.lines, found.values, found.doubts)

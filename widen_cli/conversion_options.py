@@ -12,6 +12,7 @@ from widen_cli.config import parse_settings
 from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError
 from widen_cli.map_checks import ROPE_METHODS
+from widen_cli.plan.filling import COPY, FILLS
 from widen_cli.plan.growth import FACTOR_LIMIT
 from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.modes import MODES
@@ -141,6 +142,17 @@ CONVERSION = (
         help="Write a head that is tied to the embedding as a tensor of its own, and say so in the config.",
     ),
     *EXPERT_OPTIONS,
+    click.option(
+        "--fill",
+        type=click.Choice(FILLS),
+        default=COPY,
+        show_default=True,
+        help="What new units are where a size is no multiple: copies that share the work, or units with zero output weights, "
+        "themselves copies (zero) or drawn from their matrix (random).",
+    ),
+    click.option(
+        "--fill-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what --fill random draws."
+    ),
 )
 
 

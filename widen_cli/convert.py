@@ -182,7 +182,16 @@ def _request(options: Options) -> PlanRequest:
     name = "standard input" if options.input == "-" else options.input
     settings = parse_settings(options.settings)
     asked_of = (options.scaling, types, settings, options.layout, options.rope)
-    return PlanRequest(name, factor, grow, *asked_of, untie=options.untie, layers=layers)
+    return PlanRequest(
+        name,
+        factor,
+        grow,
+        *asked_of,
+        untie=options.untie,
+        layers=layers,
+        fill=options.fill,
+        seed=options.fill_seed,
+    )
 
 
 def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:

@@ -17,13 +17,17 @@ BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a weight that is sto
 
 @dataclass(frozen=True)
 class Axis:
-    """A size that may grow: the config keys that may hold it, or the formula that gives it."""
+    """A size that may grow: the config keys that may hold it, or the formula that gives it.
+
+    `padded`: new positions are no copies but rows that nothing is looked up in, as of a vocabulary.
+    """
 
     name: str
     keys: tuple[str, ...]
     size: Formula | None
     otherwise: Formula | None
     fixed: bool
+    padded: bool = False
 
     @property
     def computed(self) -> bool:
@@ -153,7 +157,8 @@ class ArchitectureMap:
     `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
-    a weight makes, by the weight's name. `todo` is what is not decided yet, with its places: such a map widens nothing.
+    a weight makes, by the weight's name. `norms` says by an axis, or by "" for all others, which norm runs over it.
+    `todo` is what is not decided yet, with its places: such a map widens nothing.
     `merged` is the document itself, with what it extends.
     """
 
@@ -183,6 +188,7 @@ class ArchitectureMap:
     layered: Layered | None = None
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
+    norms: dict[str, str] = field(default_factory=dict)
     todo: tuple[tuple[str, Place], ...] = ()
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 

@@ -26,6 +26,7 @@ class AxisSection(_Section):
     size: str | int | None = None
     otherwise: str | int | None = Field(default=None, alias="else")
     fixed: bool = False
+    padded: bool = False
 
 
 class TensorSection(_Section):
@@ -108,6 +109,7 @@ class MapDocument(_Section):
     requires: list[str] = []
     supports: list[str] = []
     spaces: dict[str, str] = {}
+    norms: str | dict[str, str] | None = None
     tensors: dict[str, list[TensorSection]]
     tied: list[TieSection] = []
     untie: list[str] = []

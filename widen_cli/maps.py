@@ -13,6 +13,7 @@ from widen_cli.formulas import Formula, FormulaSyntaxError, parse_formula
 from widen_cli.map_checks import (
     CONDITION_FUNCTIONS,
     FORMULA_FUNCTIONS,
+    NORMS,
     ROPE_METHODS,
     SpaceFormula,
     endless,
@@ -133,6 +134,7 @@ class _Compiler:
                 layered=layered_section(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
+                norms=self.norms(document),
                 todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
                 merged=self.data.value,
             )
@@ -163,7 +165,7 @@ class _Compiler:
             self.fault(("axes", name), f"axis '{name}' has a 'size' and an 'else'; an 'else' goes with a 'key'")
         if section.size is None and not keys and not section.fixed:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
-        return Axis(name, tuple(keys), size, otherwise, section.fixed)
+        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded)
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)
@@ -248,6 +250,15 @@ class _Compiler:
             for n, reason in enumerate(section.reasons)
         )
         return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, reasons)
+
+    def norms(self, document: MapDocument) -> dict[str, str]:
+        """Which norm runs over each axis; one word is for all of them."""
+        said = {"": document.norms} if isinstance(document.norms, str) else document.norms or {}
+        for axis, kind in said.items():
+            if kind not in NORMS:
+                path: Keys = ("norms", axis) if axis else ("norms",)
+                self.fault(path, f"'{kind}' is no norm; it is {' or '.join(NORMS)}{did_you_mean(kind, NORMS)}")
+        return said
 
     def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
         for name, sections in document.tensors.items():
@@ -359,6 +370,8 @@ class _Compiler:
             keys_known = [*document.config, *document.places]
             for section, keys in (("keys", document.rope.keys), ("lists", document.rope.lists)):
                 uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
+        if isinstance(document.norms, dict):
+            uses += [(("norms", axis), axis, document.axes) for axis in document.norms]
         if document.output is not None:
             uses.append((("output",), document.output, {*document.axes, *document.spaces}))
         for path, word, known in uses:

@@ -41,6 +41,8 @@ class Options:
     router: str = "random"
     router_seed: int = 0
     upcycle: str | None = None
+    fill: str = "copy"
+    fill_seed: int = 0
     recorded_map: str | None = None
     recorded_map_alone: bool = False
     recorded_target: str | None = None

@@ -45,6 +45,8 @@ class Said(BaseModel):
     router: str = "random"
     router_seed: int = 0
     upcycle: str | None = None
+    fill: str = "copy"
+    fill_seed: int = 0
 
 
 class Was(BaseModel):
@@ -114,7 +116,7 @@ class Record(BaseModel):
 
     tool: str
     said: Said
-    factors: dict[str, int]
+    factors: dict[str, int | str]
     map: str | None = None
     own_map: bool = False
     target: str | None = None
@@ -139,7 +141,7 @@ class Record(BaseModel):
         return cls(
             tool=__version__,
             said=Said(**said),
-            factors={axis: plan.factors[axis] for axis in plan.axes},
+            factors=plan.named_factors,
             map=document_text(architecture.merged) if architecture else None,
             own_map=options.map is not None,
             target=document_text(target.merged) if target else None,

@@ -9,16 +9,19 @@ from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import CONFIG_NAMES, DType
 from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import UnknownValueError
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales
 
 
-def wide_sizes(sizes: Sizes, factors: dict[str, int], layered: Mapping[str, tuple[int, ...]] | None = None) -> Sizes:
+def wide_sizes(
+    sizes: Sizes, factors: Mapping[str, Factor], layered: Mapping[str, tuple[int, ...]] | None = None
+) -> Sizes:
     """The sizes of the wide model; `layered` are the factors in every layer of axes that grow by ranges of layers."""
     wide = Sizes(sizes.architecture, sizes.config)
-    wide.known = {name: size * factors[name] for name, size in sizes.known.items()}
-    wide.layered = {name: tuple(size * factors[name] for size in all_) for name, all_ in sizes.layered.items()}
+    wide.known = {name: int(size * factors[name]) for name, size in sizes.known.items()}
+    wide.layered = {name: tuple(int(size * factors[name]) for size in all_) for name, all_ in sizes.layered.items()}
     for name, each in (layered or {}).items():
         old = sizes.layered.get(name) or [sizes.known[name]] * len(each)
         wide.layered[name] = tuple(size * factor for size, factor in zip(old, each, strict=True))
@@ -32,7 +35,7 @@ class ConfigChanges:
     def __init__(
         self,
         old: Sizes,
-        factors: dict[str, int],
+        factors: Mapping[str, Factor],
         spaces: SpaceScales,
         config: ModelConfig,
         dtype: DType | None,
@@ -60,7 +63,7 @@ class ConfigChanges:
             held = [key for key in axis.keys if self.config.get(key) is not None]
             for key in held if grows else ():
                 old = self.config.get(key)
-                each = [size * self.factors[name] for size in old] if isinstance(old, list) else new
+                each = [int(size * self.factors[name]) for size in old] if isinstance(old, list) else new
                 each = list(wide.layered[name]) if name in self.layered else each
                 changes.append(ConfigChange(key, old, each, EXACT))
             if not held and name in self.layered:

@@ -10,6 +10,7 @@ from widen_cli.errors import Faults, WidenError, brief, printable
 from widen_cli.formulas import Formula, UnknownValueError, dotted, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import wide_sizes
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.laws import is_norm
 from widen_cli.plan.match import (
     MISSING_SHOWN,
@@ -100,7 +101,7 @@ def _check_supported(architecture: ArchitectureMap, config: ModelConfig) -> None
 def check_requirements(
     architecture: ArchitectureMap,
     sizes: Sizes,
-    factors: dict[str, int],
+    factors: Mapping[str, Factor],
     file: str,
     layered: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:

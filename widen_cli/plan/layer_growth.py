@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from widen_cli.errors import WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.wishes import Wish, parse_grow
 
@@ -65,7 +66,7 @@ def _range(piece: str, text: str, option: str) -> LayerGrowth:
 
 
 def layer_factors(
-    architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, int], asked: Sequence[LayerGrowth]
+    architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor], asked: Sequence[LayerGrowth]
 ) -> dict[str, tuple[int, ...]]:
     """The factor in every layer of the axes that grow by ranges; `factors` are those of layers that are not named.
 
@@ -79,13 +80,19 @@ def layer_factors(
         if not isinstance(layers, int) or one.last >= layers:
             faults.append(f"--grow {one}: the model has {layers} layers, counted from 0")
             continue
-        of_axis = found.setdefault(one.axis, [factors[one.axis]] * layers)
+        others = factors[one.axis]
+        if not isinstance(others, int):
+            faults.append(
+                f"--grow {one}: '{one.axis}' grows by {others} in the other layers; only whole factors differ by layer"
+            )
+            continue
+        of_axis = found.setdefault(one.axis, [others] * layers)
         of_axis[one.first : one.last + 1] = [one.factor] * (one.last + 1 - one.first)
     if faults:
         raise WidenError(*faults)
     return {axis: tuple(each) for axis, each in found.items()}
 
 
-def by_layer(factors: Mapping[str, int], layered: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+def by_layer(factors: Mapping[str, Factor], layered: Mapping[str, Sequence[int]]) -> list[dict[str, Factor]]:
     """The factors of all axes in every layer; nothing where no axis grows by ranges of layers."""
     return [{**factors, **dict(zip(layered, each, strict=True))} for each in zip(*layered.values(), strict=True)]

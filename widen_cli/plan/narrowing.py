@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.factors import is_whole
 from widen_cli.plan.grids import block_size
 from widen_cli.plan.growth import growing_axes
 from widen_cli.plan.match import Match, Matched, StoredHeader, held, match_tensors
@@ -76,12 +78,24 @@ def narrow_model(
     match = match_tensors(architecture, kept, wide, request.root)
     sizes = resolve_sizes(architecture, wide, match, Faults())
     request = replace(request, grow=said_as_factors(request.grow, sizes))
+    check_whole(request)
     grown = growing(architecture, match, sizes, wide, request)
     narrow = _recorded(config, known) if known else _derived(architecture, config, grown)
     told = narrow.with_values(request.settings)
-    factors = {axis: grown.growth.factors[axis] for axis in growing_axes(architecture)}
-    headers = _Headers(architecture, kept, told, grown.growth.factors, request).all()
+    found = {axis: int(factor) for axis, factor in grown.growth.factors.items()}
+    factors = {axis: found[axis] for axis in growing_axes(architecture)}
+    headers = _Headers(architecture, kept, told, found, request).all()
     return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors))
+
+
+def check_whole(request: PlanRequest) -> None:
+    """Raises WidenError where a model was grown to sizes that are no multiples: nothing takes that back yet."""
+    asked = {axis: factor for axis, factor in request.grow.items() if isinstance(factor, int | Fraction)}
+    if parts := [f"{axis} {factor}" for axis, factor in asked.items() if not is_whole(factor)]:
+        raise WidenError(
+            f"{printable(request.file)}: was grown to sizes that are no multiples ({', '.join(parts)}), and the way back is known for "
+            "whole factors alone; take the narrow model that it was made of"
+        )
 
 
 def _of_no_axis(architecture: ArchitectureMap, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +118,7 @@ def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing)
     values: dict[str, Any] = {}
     with Faults() as faults:
         for name, axis in architecture.axes.items():
-            factor = grown.growth.factors[name]
+            factor = int(grown.growth.factors[name])
             for key in axis.keys if factor != 1 else ():
                 size = config.get(key)
                 sizes = size if isinstance(size, list) else [size]
@@ -118,7 +132,7 @@ def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing)
 
 
 def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> dict[str, Any]:
-    factor, method = grown.rotary.factor, grown.rotary.method
+    factor, method = int(grown.rotary.factor), grown.rotary.method
     if factor == 1 or architecture.rope is None:
         return {}
     values: dict[str, Any] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 from widen_cli.config import ModelConfig
@@ -14,6 +13,8 @@ from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import ConfigChanges, wide_sizes
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
+from widen_cli.plan.factors import Factor, is_whole
+from widen_cli.plan.filling import COPY, Filling
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
 from widen_cli.plan.layer_growth import LayerGrowth, by_layer, layer_factors
@@ -23,13 +24,14 @@ from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_lay
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.parallel import lost_degrees
+from widen_cli.plan.partial import Partials, partial_axes, partial_output
 from widen_cli.plan.result import Plan, TensorPlan
-from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_method, why_none
-from widen_cli.plan.sizes import Sizes
+from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_fraction, rotary_method, why_none
+from widen_cli.plan.sizes import Sizes, told_by_no_tensor
 from widen_cli.plan.spaces import SpaceScales, config_condition
-from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
+from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError, unfilled
 from widen_cli.plan.untie import untied
-from widen_cli.plan.wishes import Wish, whole_factors, wished
+from widen_cli.plan.wishes import Wish, wished
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.scales import ONE, ContradictionError, Scale
 
@@ -44,7 +46,7 @@ class PlanRequest:
 
     file: str
     factor: int | None = None
-    grow: Mapping[str, Wish | Fraction | int] = field(default_factory=dict)
+    grow: Mapping[str, Wish | Factor] = field(default_factory=dict)
     scaling: str = "auto"
     types: WrittenTypes = field(default_factory=WrittenTypes)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +56,8 @@ class PlanRequest:
     untie: bool = False
     times: dict[str, Scale] = field(default_factory=dict)
     layers: tuple[LayerGrowth, ...] = ()
+    fill: str = COPY
+    seed: int = 0
 
 
 def make_plan(
@@ -71,7 +75,7 @@ def make_plan(
     grown = growing(architecture, match, sizes, config, request)
     layered = layer_factors(architecture, sizes, grown.growth.factors, request.layers)
     check_requirements(architecture, sizes, grown.growth.factors, printable(request.file), layered)
-    planner = _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary, layered)
+    planner = _Planner(architecture, match, sizes, grown, config, request, layered)
     plan = planner.plan(tensors)
     if plan.exact or plan.mode == "orthogonal" or not planner.spaces.ties:
         return plan
@@ -92,10 +96,11 @@ def _with_offer(plan: Plan, untied_plan: Callable[[], Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class Growing:
-    """The factor of every axis, and how heads grow under rotary positions."""
+    """The factor of every axis, how heads grow under rotary positions, and where copies go that are no whole number."""
 
     growth: AxisGrowth
     rotary: Rotary
+    partials: Partials
 
 
 def growing(
@@ -109,11 +114,14 @@ def growing(
     by_heads = _by_heads(architecture, match, positions, request.types)
     equal = equalities(architecture, sizes)
     why = why_none(architecture, config)
-    asked = whole_factors(wished(architecture, sizes, request.grow), sizes)
-    growth = axis_growth(architecture, request.factor, asked, by_heads, fixed, equal, why)
+    asked = wished(architecture, sizes, request.grow)
+    growth = axis_growth(architecture, request.factor, asked, by_heads, fixed, equal, why, sizes.known)
     axes = frozenset(axis for kind, axis in calls if kind == "rope")
-    rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
-    return Growing(growth, rotary)
+    factor = max((growth.factors[axis] for axis in axes), default=1)
+    if not is_whole(factor):
+        method = rotary_fraction(architecture, config, request.rope, factor)
+    rotary = Rotary(method or "", axes, factor)
+    return Growing(growth, rotary, partial_axes(architecture, sizes, growth.factors))
 
 
 def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
@@ -136,23 +144,25 @@ class _Planner:
         architecture: ArchitectureMap,
         match: Match,
         sizes: Sizes,
-        growth: AxisGrowth,
+        grown: Growing,
         config: ModelConfig,
         request: PlanRequest,
-        rotary: Rotary,
         layered: dict[str, tuple[int, ...]],
     ) -> None:
         self.architecture = architecture
         self.layered = layered
-        self.rotary = rotary
+        self.rotary = grown.rotary
         self.match = match
         self.sizes = sizes
-        self.growth = growth
+        self.growth = grown.growth
         self.config = config
         self.request = request
         self.file = printable(request.file)
-        self.spaces = SpaceScales(architecture, match, growth.factors, config, rotary)
-        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.types.dtype, layered)
+        self.spaces = SpaceScales(architecture, match, self.growth.factors, config, self.rotary, grown.partials)
+        self.changes = ConfigChanges(sizes, self.growth.factors, self.spaces, config, request.types.dtype, layered)
+        self.filling = Filling(architecture, self.spaces, grown.partials, request.fill)
+        if faults := [f"{self.file}: {fault}" for fault in self.filling.faults()]:
+            raise WidenError(*faults)
         self.warnings: list[str] = []
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
@@ -189,7 +199,8 @@ class _Planner:
             axes=tuple(
                 name
                 for name, axis in self.architecture.axes.items()
-                if not axis.fixed and (axis.keys or name == self.architecture.growth.head_dim)
+                if (not axis.fixed and (axis.keys or name == self.architecture.growth.head_dim))
+                or self.growth.factors[name] != 1
             ),
             equal_pairs=self.spaces.stored_ties(),
             output=self.architecture.output,
@@ -201,7 +212,8 @@ class _Planner:
         heads = [axis for axis in self.architecture.growth.heads if self.sizes.known.get(axis) != 1]
         uneven = None
         factors = [self.growth.factors, *by_layer(self.growth.factors, self.layered)]
-        if any(len({each[axis] for axis in heads}) > 1 for each in factors):
+        differ = any(len({each[axis] for axis in heads}) > 1 for each in factors)
+        if differ and not {*heads} & self.filling.partials.keys():
             uneven = f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
         return arrange(
             self.request.layout, lambda layout: self.tensor_plans(tensors, mode, scales, layout), uneven, self.file
@@ -280,7 +292,17 @@ class _Planner:
         self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any], layout: str
     ) -> tuple[TensorPlan, ...]:
         silent, first = self.spaces.silent(MODES[mode]), self.spaces.first_copies()
-        builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first, self.layered)
+        builder = TreeBuilder(
+            self.sizes,
+            self.growth.factors,
+            scales,
+            silent,
+            layout,
+            self.rotary,
+            first,
+            filling=self.filling,
+            layered=self.layered,
+        )
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         grids = {grid.name for grid in self.match.grids.values()}
@@ -297,15 +319,17 @@ class _Planner:
                 try:
                     made = builder.tensor_plan(item, self.match, target)
                     times = self.request.times.get(tensor.name, ONE)
-                    planned += self.with_grid(replace(made, scale=made.scale * times))
+                    planned += self.with_grid(replace(made, scale=made.scale * times, seed=self.request.seed))
                 except (UnfitTypeError, UnfitGridError) as error:
                     unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:
                     unknown.update({axis: tensor.name for axis in error.axes if axis not in unknown})
+        for text in unfilled(planned):
+            unfit.add(f"{self.file}: {text}")
         if unfit.texts:
             raise WidenError(*unfit.texts)
         if unknown:
-            raise WidenError(self.needs(unknown))
+            raise WidenError(f"{self.file}: {told_by_no_tensor(self.sizes, unknown)}")
         return self.with_made(with_scalars(self.architecture, planned))
 
     def with_grid(self, plan: TensorPlan) -> tuple[TensorPlan, ...]:
@@ -331,7 +355,7 @@ class _Planner:
 
     def with_made(self, planned: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
         """The plans with the tensor that divides frequencies, where heads grow by it."""
-        rope, factor = self.architecture.rope, self.rotary.factor
+        rope, factor = self.architecture.rope, int(self.rotary.factor)
         if rope is None or rope.tensor is None or self.rotary.method != "frequencies" or factor == 1:
             return planned
         pairs = self.pairs()
@@ -340,28 +364,6 @@ class _Planner:
     def pairs(self) -> int:
         """How many rotary pairs an old head has; 0 where there is none, or nothing tells."""
         return next((self.sizes.known.get(axis, 0) for axis in self.rotary.axes), 0)
-
-    def needs(self, unknown: dict[str, str]) -> str:
-        """What to say of axes whose sizes nothing tells; `unknown` names for each a tensor that holds a product with it."""
-        keys = list(
-            dict.fromkeys(key for name in self.architecture.axes if name in unknown for key in self.telling(name))
-        )
-        more = f"; where that is not enough, {' and '.join(keys[1:])} too" if keys[1:] else ""
-        return (
-            f"{self.file}: the tensors alone do not tell {', '.join(unknown)} "
-            f"('{printable(next(iter(unknown.values())))}' holds only a product with it); "
-            f"give --config, or --set {keys[0] if keys else 'the missing size'}=N{more}"
-        )
-
-    def telling(self, name: str) -> list[str]:
-        """The config keys that tell an unknown axis: its own, or for one that is computed those of what it comes from."""
-        if name in self.sizes.known:
-            return []
-        axis = self.architecture.axes.get(name)
-        if axis is None or not axis.computed or axis.size is None:
-            return [name] if axis is None else list(axis.keys[:1])
-        roots = [key for word in axis.size.words for key in self.telling(word)]
-        return roots if name != self.architecture.growth.head_dim else []
 
     def assumptions(self) -> list[str]:
         """What was taken on the user's word: no shape can tell it."""
@@ -373,7 +375,9 @@ class _Planner:
         space = self.architecture.output
         if space is None or space not in scales:
             return []
-        copies = self.spaces.factor(space)
+        copies = self.spaces.copies(space)
+        if (axis := self.filling.axis(space)) != "":
+            return [partial_output(self.filling.partials[axis], space in self.filling.meant, scales[space], layout)]
         if copies == 1 and scales[space].is_one:
             return []
         how = "as a whole (x0 x1 x0 x1)" if layout == "tile" else "side by side (x0 x0 x1 x1)"

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from widen_cli.blocks import block_type
-from widen_cli.dimensions import Growth, leaf_scales, scaled
+from widen_cli.dimensions import Fill, Growth, fills, leaf_scales, scaled
 from widen_cli.dtypes import STORED, DType
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import StoredHeader
 from widen_cli.scales import ONE, Scale
 
@@ -48,7 +49,7 @@ class TensorPlan:
 
     `names` are the tensors written (several where heads are numbered in names), `growth` a tree for each stored dimension,
     None for a tensor that is copied as it is. `offset` is c for a gain that is stored as w and used as c + w.
-    `copy_factors` multiply the copies of each value of a vector, one number for each copy.
+    `copy_factors` multiply the copies of each value of a vector, one number for each copy. `seed` is for what is drawn.
     """
 
     source: StoredHeader | Ones
@@ -59,6 +60,7 @@ class TensorPlan:
     scale: Scale = field(default_factory=Scale)
     offset: int = 0
     copy_factors: tuple[float, ...] = ()
+    seed: int = 0
 
     @property
     def stored_name(self) -> str:
@@ -112,9 +114,14 @@ class TensorPlan:
         return self.exactness == ROUNDS or (self.dtype.kind == "blocks" and shrinks)
 
     @cached_property
+    def fills(self) -> frozenset[Fill]:
+        """What stands where no copy does."""
+        return frozenset().union(*(fills(growth) for growth in self.growth or ()))
+
+    @cached_property
     def exactness(self) -> str:
         """`exact`, `rounds` or `depends on values`, from the factors and the types alone."""
-        if self.copy_factors:
+        if self.copy_factors or Fill.MEAN in self.fills:
             return ROUNDS
         if self.source.dtype == self.dtype and all(scale.is_one for scale in self.scales):
             return EXACT
@@ -180,12 +187,12 @@ class Plan:
     architecture: str
     mode: str
     why: str
-    factors: dict[str, int]
+    factors: dict[str, Factor]
     scales: dict[str, Scale]
     tensors: tuple[TensorPlan, ...]
     dropped: tuple[str, ...]
     config: tuple[ConfigChange, ...]
-    sidecars: dict[str, dict[str, int]]
+    sidecars: dict[str, dict[str, Factor]]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     axes: tuple[str, ...] = ()
@@ -193,6 +200,12 @@ class Plan:
     output: str | None = None
     made_of: str = ""
     layers: tuple[str, ...] = ()
+
+    @property
+    def named_factors(self) -> dict[str, int | str]:
+        """The factors of the axes that a user can name, fractions as text."""
+        factors = {axis: self.factors[axis] for axis in self.axes}
+        return {axis: factor if isinstance(factor, int) else str(factor) for axis, factor in factors.items()}
 
     @property
     def grown(self) -> str:

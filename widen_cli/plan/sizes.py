@@ -136,6 +136,29 @@ def config_key(axis: Axis, config: ModelConfig) -> str | None:
     return next((key for key in axis.keys if config.get(key, None) is not None), None)
 
 
+def told_by_no_tensor(sizes: Sizes, unknown: Mapping[str, str]) -> str:
+    """What to say of axes whose sizes nothing tells; `unknown` names for each a tensor that holds a product with it."""
+    axes = sizes.architecture.axes
+    keys = list(dict.fromkeys(key for name in axes if name in unknown for key in _telling(sizes, name)))
+    more = f"; where that is not enough, {' and '.join(keys[1:])} too" if keys[1:] else ""
+    return (
+        f"the tensors alone do not tell {', '.join(unknown)} "
+        f"('{printable(next(iter(unknown.values())))}' holds only a product with it); "
+        f"give --config, or --set {keys[0] if keys else 'the missing size'}=N{more}"
+    )
+
+
+def _telling(sizes: Sizes, name: str) -> list[str]:
+    """The config keys that tell an unknown axis: its own, or for one that is computed those of what it comes from."""
+    if name in sizes.known:
+        return []
+    axis = sizes.architecture.axes.get(name)
+    if axis is None or not axis.computed or axis.size is None:
+        return [name] if axis is None else list(axis.keys[:1])
+    roots = [key for word in axis.size.words for key in _telling(sizes, word)]
+    return roots if name != sizes.architecture.growth.head_dim else []
+
+
 def resolve_sizes(architecture: ArchitectureMap, config: ModelConfig, match: Match, faults: Faults) -> Sizes:
     """The sizes of all axes that can be known, with a fault for each contradiction between config and tensors."""
     sizes = Sizes(architecture, config)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.factors import Factor, factor_of
 from widen_cli.plan.growth import FACTOR_LIMIT, check_asked
 from widen_cli.plan.sizes import Sizes
 
@@ -151,7 +152,7 @@ def _read(axis: str, said: str) -> Wish | None:
 
 def wished(
     architecture: ArchitectureMap, sizes: Sizes, wishes: Mapping[str, Wish | Fraction | int]
-) -> dict[str, Fraction]:
+) -> dict[str, Factor]:
     """New size over old for every axis that is spoken of; numbers that are no wishes are factors.
 
     Raises WidenError with every axis that does not exist, cannot grow, or cannot be what is asked.
@@ -166,28 +167,7 @@ def wished(
                 ratios[axis] = Fraction(wish)
         with faults.collecting():
             check_asked(architecture, ratios)
-    return ratios
-
-
-def whole_factors(ratios: Mapping[str, Fraction], sizes: Sizes) -> dict[str, int]:
-    """The ratios as whole factors. Raises WidenError with every one that is none."""
-    if parts := list(_parts(ratios, sizes)):
-        raise WidenError(*parts)
-    return {axis: int(ratio) for axis, ratio in ratios.items()}
-
-
-def _parts(ratios: Mapping[str, Fraction], sizes: Sizes) -> Iterator[str]:
-    for axis, ratio in ratios.items():
-        if ratio.denominator == 1:
-            continue
-        present, down = sizes.known.get(axis), int(ratio)
-        if present is None or axis in sizes.layered:
-            yield f"--grow {axis}: {_decimal(ratio)} is no whole factor; {axis}={down + 1}x is the next one"
-            continue
-        yield (
-            f"--grow {axis}: {present} to {present * ratio} is {_decimal(ratio)} times as many, and only whole factors are known; "
-            f"the nearest are {axis}={down}x ({down * present}) and {axis}={down + 1}x ({(down + 1) * present})"
-        )
+    return {axis: factor_of(ratio) for axis, ratio in ratios.items()}
 
 
 def said_as_factors(wishes: Mapping[str, Wish | Fraction | int], sizes: Sizes) -> dict[str, Fraction]:
