@@ -16,13 +16,17 @@ BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a weight that is sto
 
 @dataclass(frozen=True)
 class Axis:
-    """A size that may grow: the config keys that may hold it, or the formula that gives it."""
+    """A size that may grow: the config keys that may hold it, or the formula that gives it.
+
+    `first`: the model reads the first of the keys that is there, whatever the others say.
+    """
 
     name: str
     keys: tuple[str, ...]
     size: Formula | None
     otherwise: Formula | None
     fixed: bool
+    first: bool = False
 
     @property
     def computed(self) -> bool:

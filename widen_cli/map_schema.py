@@ -26,6 +26,7 @@ class AxisSection(_Section):
     size: str | int | None = None
     otherwise: str | int | None = Field(default=None, alias="else")
     fixed: bool = False
+    first: bool = False
 
 
 class TensorSection(_Section):

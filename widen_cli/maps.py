@@ -81,7 +81,7 @@ class _Compiler:
             spaces = {name: self.space(name, text, document) for name, text in document.spaces.items()}
             tensors = tuple(self.tensor_rules(document))
             self.check_names(document)
-            self.check_circles(spaces)
+            self.check_circles(axes, spaces)
             tied = tuple(
                 Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
                 for n, tie in enumerate(document.tied)
@@ -149,7 +149,9 @@ class _Compiler:
             self.fault(("axes", name), f"axis '{name}' has a 'size' and an 'else'; an 'else' goes with a 'key'")
         if section.size is None and not keys and not section.fixed:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
-        return Axis(name, tuple(keys), size, otherwise, section.fixed)
+        if section.first and len(keys) < 2:
+            self.fault(("axes", name), f"axis '{name}' has 'first', which goes with several keys")
+        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.first)
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)
@@ -288,7 +290,7 @@ class _Compiler:
                     path, f"'{name.text}' is no axis or space of this map{did_you_mean(name.text, words)}", name.column
                 )
 
-    def check_circles(self, spaces: dict[str, Space]) -> None:
+    def check_circles(self, axes: dict[str, Axis], spaces: dict[str, Space]) -> None:
         inner = {
             name: {word for word in space.formula.words if word in spaces}
             for name, space in spaces.items()
@@ -297,6 +299,10 @@ class _Compiler:
         for name, space in spaces.items():
             if endless(name, inner):
                 self.faults.add(f"{space.place}: space '{name}' comes out of itself by way of others")
+        sizes = {name: {*axis.size.words} & axes.keys() for name, axis in axes.items() if axis.size is not None}
+        for name, words in sizes.items():
+            if name in words or endless(name, sizes):
+                self.key_fault(("axes", name), f"the size of axis '{name}' comes out of itself")
 
     def check_names(self, document: MapDocument) -> None:
         growth = document.growth
@@ -342,6 +348,7 @@ class _Compiler:
                 uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
         if document.output is not None:
             uses.append((("output",), document.output, {*document.axes, *document.spaces}))
+        uses += list(_unread(document))
         for path, word, known in uses:
             if word not in known:
                 what = _WHAT.get(".".join(map(str, path[:2])), _WHAT.get(str(path[0]), "axis"))
@@ -356,8 +363,20 @@ _WHAT = {
     "rope.lists": "config key",
     "multipliers": "config key",
     "untie": "config key",
+    "places": "config key",
+    "synonyms": "end of a tensor's name",
     "output": "axis or space",
 }
+
+
+def _unread(document: MapDocument) -> Iterator[tuple[Keys, str, Iterable[str]]]:
+    """What other places and other spellings are given for, as it is looked for: keys that are read, ends of tensors' names."""
+    rope = document.rope
+    read = {*document.config, *(rope.keys if rope else ()), *(rope.lists if rope else ())}
+    parts = [name.rstrip("?").split(".") for name in document.tensors]
+    ends = {".".join(one[start:]) for one in parts for start in range(len(one))}
+    yield from ((("places", key), key, read) for key in document.places)
+    yield from ((("synonyms", other), word, ends) for other, word in document.synonyms.items())
 
 
 def _says_tied(tied: Iterable[Tie]) -> Iterator[str]:

@@ -17,7 +17,8 @@ from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.grids import block_size
 from widen_cli.plan.growth import growing_axes
-from widen_cli.plan.match import Match, Matched, StoredHeader, held, match_tensors
+from widen_cli.plan.lookup import held
+from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors
 from widen_cli.plan.planner import Growing, PlanRequest, growing
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
