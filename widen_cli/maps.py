@@ -348,7 +348,10 @@ class _Compiler:
                 uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
         if document.output is not None:
             uses.append((("output",), document.output, {*document.axes, *document.spaces}))
-        uses += list(_unread(document))
+        uses += [(("synonyms", other), word, _ends(patterns)) for other, word in document.synonyms.items()]
+        for key in document.places:
+            if key not in (keys_read := _read_keys(document)):
+                self.key_fault(("places", key), f"'{key}' is no config key of this map{did_you_mean(key, keys_read)}")
         for path, word, known in uses:
             if word not in known:
                 what = _WHAT.get(".".join(map(str, path[:2])), _WHAT.get(str(path[0]), "axis"))
@@ -363,20 +366,21 @@ _WHAT = {
     "rope.lists": "config key",
     "multipliers": "config key",
     "untie": "config key",
-    "places": "config key",
     "synonyms": "end of a tensor's name",
     "output": "axis or space",
 }
 
 
-def _unread(document: MapDocument) -> Iterator[tuple[Keys, str, Iterable[str]]]:
-    """What other places and other spellings are given for, as it is looked for: keys that are read, ends of tensors' names."""
+def _read_keys(document: MapDocument) -> set[str]:
+    """The config keys that a map reads by way of their places."""
     rope = document.rope
-    read = {*document.config, *(rope.keys if rope else ()), *(rope.lists if rope else ())}
-    parts = [name.rstrip("?").split(".") for name in document.tensors]
-    ends = {".".join(one[start:]) for one in parts for start in range(len(one))}
-    yield from ((("places", key), key, read) for key in document.places)
-    yield from ((("synonyms", other), word, ends) for other, word in document.synonyms.items())
+    return {*document.config, *(rope.keys if rope else ()), *(rope.lists if rope else ())}
+
+
+def _ends(names: Iterable[str]) -> set[str]:
+    """The ends of tensors' names, from each part on."""
+    parts = [name.split(".") for name in names]
+    return {".".join(one[start:]) for one in parts for start in range(len(one))}
 
 
 def _says_tied(tied: Iterable[Tie]) -> Iterator[str]:
