@@ -18,7 +18,8 @@ BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a weight that is sto
 class Axis:
     """A size that may grow: the config keys that may hold it, or the formula that gives it.
 
-    `first`: the model reads the first of the keys that is there, whatever the others say.
+    `first`: the model reads the first of the keys that is there, whatever the others say. `grouped`: where this holds the
+    model takes neighbours along the axis together, so that copies have to stand side by side.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Axis:
     otherwise: Formula | None
     fixed: bool
     first: bool = False
+    grouped: Formula | None = None
 
     @property
     def computed(self) -> bool:

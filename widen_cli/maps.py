@@ -151,7 +151,8 @@ class _Compiler:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
         if section.first and len(keys) < 2:
             self.fault(("axes", name), f"axis '{name}' has 'first', which goes with several keys")
-        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.first)
+        grouped = self.optional(section.grouped, ("axes", name, "grouped"), document)
+        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.first, grouped)
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)
