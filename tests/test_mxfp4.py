@@ -292,6 +292,19 @@ def test_other_types(narrow: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_the_way_back_takes_numbers(narrow: Path, tmp_path: Path) -> None:
+    """It said that the file's blocks were none."""
+    wide = tmp_path / "wide"
+    widened(narrow, wide, TWICE)
+    told = CliRunner().invoke(cli, ["collapse", str(wide), str(tmp_path / "back")], catch_exceptions=False)
+    assert told.exit_code == 1
+    assert told.stderr == (
+        f"{wide}: tensor '{WEIGHTS[0]}_blocks' holds MXFP4 blocks, and means are taken of numbers; save the model as "
+        "numbers from transformers (Mxfp4Config(dequantize=True)) first\n"
+    )
+    assert not (tmp_path / "back").exists()
+
+
 def test_halves_that_do_not_fit(tmp_path: Path) -> None:
     folder = packed(tmp_path / "narrow")
     kept = load_file(folder / "model.safetensors")

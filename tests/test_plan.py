@@ -345,6 +345,25 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     )
 
 
+TWO_HEADS = "config.json: n_head is 3 and num_attention_heads is 6, which both hold 'heads'"
+
+
+@pytest.mark.parametrize(
+    ("changes_of", "text"),
+    [
+        ({"num_attention_heads": 6}, f"{TWO_HEADS}; the model's library reads one of them: let both say what it is"),
+        ({"num_attention_heads": 3, "hidden_size": 12}, None),
+        ({"num_attention_heads": None}, None),
+        ({"n_ctx": 1024}, None),  # positions never grow, and their table says how many there are
+    ],
+)
+def test_keys_of_one_axis_agree(changes_of: Config, text: str | None) -> None:
+    if text is None:
+        assert changes(planned(gpt2(), GPT2 | changes_of, factor=2)).keys() >= {"n_embd"}
+    else:
+        assert faults(gpt2(), GPT2 | changes_of, factor=2) == [f"in: {text}"]
+
+
 def test_a_missing_layer_is_named() -> None:
     shapes = {name: shape for name, shape in llama(layers=3).items() if "layers.1.mlp" not in name}
     assert faults(shapes, LLAMA | {"num_hidden_layers": 3}, factor=2) == [

@@ -20,6 +20,8 @@ class Axis:
     """A size that may grow: the config keys that may hold it, or the formula that gives it.
 
     `padded`: new positions are no copies but rows that nothing is looked up in, as of a vocabulary.
+    `first`: the model reads the first of the keys that is there, whatever the others say. `grouped`: where this holds the
+    model takes neighbours along the axis together, so that copies have to stand side by side.
     """
 
     name: str
@@ -28,6 +30,8 @@ class Axis:
     otherwise: Formula | None
     fixed: bool
     padded: bool = False
+    first: bool = False
+    grouped: Formula | None = None
 
     @property
     def computed(self) -> bool:

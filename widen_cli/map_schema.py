@@ -27,6 +27,8 @@ class AxisSection(_Section):
     otherwise: str | int | None = Field(default=None, alias="else")
     fixed: bool = False
     padded: bool = False
+    first: bool = False
+    grouped: str | bool | None = None
 
 
 class TensorSection(_Section):

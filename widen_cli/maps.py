@@ -96,7 +96,7 @@ class _Compiler:
             spaces = {name: self.space(name, text, document) for name, text in document.spaces.items()}
             tensors = tuple(self.tensor_rules(document))
             self.check_names(document)
-            self.check_circles(spaces)
+            self.check_circles(axes, spaces)
             tied = tuple(
                 Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
                 for n, tie in enumerate(document.tied)
@@ -165,7 +165,10 @@ class _Compiler:
             self.fault(("axes", name), f"axis '{name}' has a 'size' and an 'else'; an 'else' goes with a 'key'")
         if section.size is None and not keys and not section.fixed:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
-        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded)
+        if section.first and len(keys) < 2:
+            self.fault(("axes", name), f"axis '{name}' has 'first', which goes with several keys")
+        grouped = self.optional(section.grouped, ("axes", name, "grouped"), document)
+        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded, section.first, grouped)
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)
@@ -318,7 +321,7 @@ class _Compiler:
                     path, f"'{name.text}' is no axis or space of this map{did_you_mean(name.text, words)}", name.column
                 )
 
-    def check_circles(self, spaces: dict[str, Space]) -> None:
+    def check_circles(self, axes: dict[str, Axis], spaces: dict[str, Space]) -> None:
         inner = {
             name: {word for word in space.formula.words if word in spaces}
             for name, space in spaces.items()
@@ -327,6 +330,10 @@ class _Compiler:
         for name, space in spaces.items():
             if endless(name, inner):
                 self.faults.add(f"{space.place}: space '{name}' comes out of itself by way of others")
+        sizes = {name: {*axis.size.words} & axes.keys() for name, axis in axes.items() if axis.size is not None}
+        for name, words in sizes.items():
+            if name in words or endless(name, sizes):
+                self.key_fault(("axes", name), f"the size of axis '{name}' comes out of itself")
 
     def check_names(self, document: MapDocument) -> None:
         growth = document.growth
@@ -374,6 +381,10 @@ class _Compiler:
             uses += [(("norms", axis), axis, document.axes) for axis in document.norms]
         if document.output is not None:
             uses.append((("output",), document.output, {*document.axes, *document.spaces}))
+        uses += [(("synonyms", other), word, _ends(patterns)) for other, word in document.synonyms.items()]
+        for key in document.places:
+            if key not in (keys_read := _read_keys(document)):
+                self.key_fault(("places", key), f"'{key}' is no config key of this map{did_you_mean(key, keys_read)}")
         for path, word, known in uses:
             if word not in known:
                 what = _WHAT.get(".".join(map(str, path[:2])), _WHAT.get(str(path[0]), "axis"))
@@ -388,8 +399,21 @@ _WHAT = {
     "rope.lists": "config key",
     "multipliers": "config key",
     "untie": "config key",
+    "synonyms": "end of a tensor's name",
     "output": "axis or space",
 }
+
+
+def _read_keys(document: MapDocument) -> set[str]:
+    """The config keys that a map reads by way of their places."""
+    rope = document.rope
+    return {*document.config, *(rope.keys if rope else ()), *(rope.lists if rope else ())}
+
+
+def _ends(names: Iterable[str]) -> set[str]:
+    """The ends of tensors' names, from each part on."""
+    parts = [name.split(".") for name in names]
+    return {".".join(one[start:]) for one in parts for start in range(len(one))}
 
 
 @cache

@@ -12,12 +12,12 @@ from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import wide_sizes
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.laws import is_norm
+from widen_cli.plan.lookup import config_lookup
 from widen_cli.plan.match import (
     MISSING_SHOWN,
     Match,
     StoredHeader,
     common_prefix,
-    config_lookup,
     match_tensors,
     missing_tensors,
     report_strangers,
@@ -64,15 +64,15 @@ def check_input(
         faults.add(f"{file}: {text}")
     if len(match.torn) > MISSING_SHOWN:
         faults.add(f"{file}: ... and {len(match.torn) - MISSING_SHOWN} more weights in MXFP4 blocks")
-    missing = missing_tensors(architecture, match, config)
+    shape_faults = Faults()
+    sizes = resolve_sizes(architecture, config, match, shape_faults)
+    missing = missing_tensors(architecture, match, config, sizes.known)
     for name in missing[:MISSING_SHOWN]:
         faults.add(
             f"{file}: tensor '{printable(name)}' is missing; the file is incomplete, or the config belongs to another model"
         )
     if len(missing) > MISSING_SHOWN:
         faults.add(f"{file}: ... and {len(missing) - MISSING_SHOWN} more tensors are missing")
-    shape_faults = Faults()
-    sizes = resolve_sizes(architecture, config, match, shape_faults)
     for text in shape_faults.texts:
         faults.add(f"{file}: {text}")
     for text, place in architecture.todo:

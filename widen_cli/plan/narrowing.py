@@ -19,7 +19,9 @@ from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.factors import is_whole
 from widen_cli.plan.grids import block_size
 from widen_cli.plan.growth import growing_axes
-from widen_cli.plan.match import Match, Matched, StoredHeader, held, match_tensors
+from widen_cli.plan.lookup import held
+from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors
+from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.planner import Growing, PlanRequest, growing
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
@@ -70,12 +72,17 @@ def narrow_model(
 ) -> Narrow:
     """The narrow form of a wide checkpoint, of which `config` is the wide config, by the request that widened it.
 
-    Raises WidenError where a size is no multiple of what its axes grow by: the checkpoint was not widened so.
+    Raises WidenError where a size is no multiple of what its axes grow by: the checkpoint was not widened so; and where
+    weights stand in MXFP4 blocks.
     """
     made = set(known.made) if known else set()
     kept = [tensor for tensor in tensors if tensor.name not in made]
     wide = config if config.present else config.with_values(_of_no_axis(architecture, request.settings))
     match = match_tensors(architecture, kept, wide, request.root)
+    if packed := next((item.tensor for item in match.matched if isinstance(item.tensor, PackedWeight)), None):
+        raise WidenError(
+            f"{printable(request.file)}: tensor '{printable(packed.name)}' holds MXFP4 blocks, and means are taken of numbers; {NUMBERS}"
+        )
     sizes = resolve_sizes(architecture, wide, match, Faults())
     request = replace(request, grow=said_as_factors(request.grow, sizes))
     check_whole(request)

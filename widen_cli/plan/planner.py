@@ -18,7 +18,7 @@ from widen_cli.plan.filling import COPY, Filling
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
 from widen_cli.plan.layer_growth import LayerGrowth, by_layer, layer_factors
-from widen_cli.plan.layouts import Arrangement, arrange
+from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
 from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
@@ -209,12 +209,8 @@ class _Planner:
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
         """The tensors' plans, with copies laid as was asked for or as quantised blocks allow."""
-        heads = [axis for axis in self.architecture.growth.heads if self.sizes.known.get(axis) != 1]
-        uneven = None
         factors = [self.growth.factors, *by_layer(self.growth.factors, self.layered)]
-        differ = any(len({each[axis] for axis in heads}) > 1 for each in factors)
-        if differ and not {*heads} & self.filling.partials.keys():
-            uneven = f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
+        uneven = side_by_side(self.sizes, self.match, factors, self.filling.partials)
         return arrange(
             self.request.layout, lambda layout: self.tensor_plans(tensors, mode, scales, layout), uneven, self.file
         )

@@ -17,7 +17,7 @@ from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.growth import PLAIN
-from widen_cli.plan.match import config_lookup, held
+from widen_cli.plan.lookup import config_lookup, held
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
 
 

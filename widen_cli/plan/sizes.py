@@ -11,7 +11,8 @@ from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, brief, did_you_mean, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap, Axis
-from widen_cli.plan.match import Match, Matched, config_lookup
+from widen_cli.plan.lookup import config_lookup
+from widen_cli.plan.match import Match, Matched
 from widen_cli.shapes import Name, Product, Term
 
 SIZE_LIMIT = 1 << 63  # no array is longer
@@ -179,6 +180,7 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
         if key is None:
             _check_absent(axis, sizes, faults)
             continue
+        _check_others(axis, key, sizes.config, faults)
         value = sizes.config.get(key)
         if sizes.config.per_layer and isinstance(value, list):
             value = _of_layers(sizes, axis.name, key, value, faults)
@@ -193,6 +195,21 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
         sizes.told_by[axis.name] = key
     if sizes.config.present:
         _from_formulas(sizes, faults)
+
+
+def _check_others(axis: Axis, key: str, config: ModelConfig, faults: Faults) -> None:
+    """Keys of one axis that disagree: which of them its library goes by differs, so the wide model might be another one's.
+
+    What a key of a size that never grows says is checked against the shapes alone.
+    """
+    value = config.get(key)
+    for other in () if axis.fixed or axis.first else axis.keys:
+        said = config.get(other)
+        if said is not None and said != value:
+            faults.add(
+                f"{printable(config.name)}: {key} is {brief(value)} and {other} is {brief(said)}, which both hold "
+                f"'{axis.name}'; the model's library reads one of them: let both say what it is"
+            )
 
 
 def _of_layers(sizes: Sizes, axis: str, key: str, values: list[Any], faults: Faults) -> int | None:

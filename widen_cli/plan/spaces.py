@@ -16,7 +16,8 @@ from widen_cli.map_checks import HOMOGENEOUS, NOT_HOMOGENEOUS
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.laws import FormulaReader, Law, Power, epsilon_laws, taken, width_power
-from widen_cli.plan.match import Match, applying_rule, config_lookup
+from widen_cli.plan.lookup import config_lookup
+from widen_cli.plan.match import Match, applying_rule
 from widen_cli.plan.modes import Mode, Roles, solve
 from widen_cli.plan.partial import Partials
 from widen_cli.plan.rotary import Rotary

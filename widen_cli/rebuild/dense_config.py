@@ -9,7 +9,7 @@ from widen_cli.config import MISSING, ModelConfig
 from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap, Upcycle
-from widen_cli.plan.match import config_lookup, held
+from widen_cli.plan.lookup import config_lookup, held
 from widen_cli.plan.sizes import Sizes
 
 
