@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -234,6 +235,26 @@ def test_neighbours_that_are_taken_together_stay_so(
     with pytest.raises(WidenError) as caught:
         convert(source, tmp_path / "wide", growth, layout="tile")
     assert caught.value.faults == (f"{source}: layout tile, as asked: {reason}",)
+
+
+def test_what_nothing_makes_is_not_read(tmp_path: Path) -> None:
+    """Whether T5 gates says is_gated_act, whatever feed_forward_proj says; and where it lies, the file shows it."""
+    described = next(family for family in FAMILIES if family.name == "umt5").variants["umt5_token_classification"]
+    ungated = replace(described, config={**described.config, "is_gated_act": False})
+    source = models.save(ungated, tmp_path / "narrow", torch.float64)
+    convert(source, tmp_path / "wide", "intermediate=2")
+    before, after = (
+        models.outputs(tmp_path / one, torch.float64, inputs=described.inputs) for one in ("narrow", "wide")
+    )
+    assert models.relative_error(before, after) <= EXACT
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"is_gated_act": True}))
+    with pytest.raises(WidenError) as caught:
+        convert(source, tmp_path / "lied", "intermediate=2")
+    assert caught.value.faults == (
+        f"{source}: tensor 'transformer.encoder.block.*.layer.1.DenseReluDense.wo.weight' reads product, which no tensor of the "
+        "file makes; what the config says of the model is not so, or the map is that of another",
+    )
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, id=family.name) for family in FAMILIES])

@@ -166,6 +166,14 @@ class _Planner:
         self.warnings: list[str] = []
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
+        if unmade := self.spaces.unmade():
+            raise WidenError(
+                *(
+                    f"{self.file}: tensor '{printable(self.match.written(pattern))}' reads {name}, which no tensor of the file makes; "
+                    "what the config says of the model is not so, or the map is that of another"
+                    for pattern, name in unmade
+                )
+            )
         mode, why, scales = self.choose_mode()
         arranged = self.arranged(tensors, mode, scales)
         config = self.changes.all(scales) + rotary_changes(self.architecture, self.config, self.rotary, self.pairs())

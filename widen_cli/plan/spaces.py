@@ -213,6 +213,20 @@ class SpaceScales:
         space = self.architecture.spaces.get(name)
         return space.formula.words if space and space.formula else ()
 
+    def unmade(self) -> list[tuple[str, str]]:
+        """Stored tensors' patterns with what they read and no stored tensor makes: they follow another rule than was taken."""
+        reads = {(rule.pattern, name) for rule in self.rules for name, _ in self.carriers(rule, "in")}
+        comes_out = {name for name, space in self.architecture.spaces.items() if space.formula is not None}
+        return sorted((pattern, name) for pattern, name in reads if name in comes_out and not self.made(name))
+
+    def made(self, name: str) -> bool:
+        """Whether a tensor writes a space, or all that it comes out of; the streams that axes name always flow."""
+        if name in self.architecture.axes or name in self.written():
+            return True
+        inner = self.comes_out_of(name)
+        words = {word for word in self.words(name) if word in self.architecture.axes}
+        return bool(inner | words) and all(self.made(word) for word in inner)
+
     def find_roles(self) -> Roles:
         present = sorted(self.present())
         # A space on an axis that never grows still takes a scale where a law asks for one: one epsilon serves two norms.
