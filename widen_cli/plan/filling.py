@@ -52,6 +52,7 @@ class Filling:
                 if self.kind(self.axis(word)) == LAYER and self.axis(word) not in spaces.evened
             }
         )
+        self.stored = spaces.written()
         self.evened = self.normed & spaces.evened
         # A tied weight is written and read, so what it has at new positions cannot be shared out; zeros can.
         tied = {name for tie in spaces.ties for name in (*spaces.read_by(tie), *spaces.written_by(tie))}
@@ -163,7 +164,8 @@ class Filling:
         if name in seen:
             return True
         if space is None or space.formula is None:
-            return name not in self.meant
+            # What no tensor writes comes from elsewhere, and may hold anything.
+            return name in self.stored and name not in self.meant
         if name in self.norms and self.kind(self.axis(name)) == LAYER:
             return True
         tree = self.norms.get(name, space.formula.tree)
