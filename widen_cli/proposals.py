@@ -210,7 +210,7 @@ class _Search:
             return [{}]
         old = {axis: self.sizes.known[axis] for axis in self.units}
         largest = max(old.values())
-        numbers = range(max(1, int(stream / apart * largest) // step) * step, int(stream * apart * largest) + 1, step)
+        numbers = range(-int(-stream / apart * largest // step) * step, int(stream * apart * largest) + 1, step)
         growths = [
             {axis: Fraction(max(size, -(-number * size // largest // step) * step), size) for axis, size in old.items()}
             for number in numbers
