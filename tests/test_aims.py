@@ -13,13 +13,20 @@ import test_adapters
 import test_gguf_layers
 import torch
 from click.testing import CliRunner, Result
+from test_plan import Header
 
 from widen_cli.cli import cli
+from widen_cli.config import ModelConfig
 from widen_cli.convert import prepare
-from widen_cli.errors import WidenError
+from widen_cli.dtypes import STORED
+from widen_cli.errors import Faults, WidenError
+from widen_cli.maps import catalog_map
 from widen_cli.options import Options
 from widen_cli.plan import parameters
-from widen_cli.proposals import parse_params
+from widen_cli.plan.match import match_tensors
+from widen_cli.plan.sizes import resolve_sizes
+from widen_cli.plan.wishes import parse_grow
+from widen_cli.proposals import parse_params, propose
 
 TARGET = {"hidden_size": 72, "intermediate_size": 150, "num_attention_heads": 12, "num_key_value_heads": 6}
 
@@ -325,3 +332,32 @@ def test_what_is_no_number_of_parameters(text: str) -> None:
     assert caught.value.faults == (
         f"--target-params {text}: is no number of parameters; write for example 1.3B, 350M or 7e9",
     )
+
+
+def test_sizes_that_are_multiples_are_proposed_where_the_planner_takes_them() -> None:
+    """Of a model of SmolLM's sizes, with a planner that takes every growth."""
+    layer = {"q_proj": (576, 576), "k_proj": (192, 576), "v_proj": (192, 576), "o_proj": (576, 576)}
+    shapes = {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in layer.items()}
+    feed = {"gate_proj": (1536, 576), "up_proj": (1536, 576), "down_proj": (576, 1536)}
+    shapes |= {f"model.layers.0.mlp.{name}.weight": shape for name, shape in feed.items()}
+    shapes |= {"model.embed_tokens.weight": (500, 576), "model.norm.weight": (576,)}
+    headers = [Header(name, STORED["F32"], shape) for name, shape in shapes.items()]
+    values = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    config = ModelConfig(
+        {**values, "num_hidden_layers": 1, "tie_word_embeddings": True, "vocab_size": 500}, "config.json"
+    )
+    llama = catalog_map("llama")
+    match = match_tensors(llama, headers, config)
+    sizes = resolve_sizes(llama, config, match, Faults())
+    found = propose(6_000_000, sizes, parameters.Parameters(match, sizes), {}, lambda ratios: ()).found
+    assert len(found) == 6
+    by_sizes = [one for one in found if "x" not in one.grow.split(",")[0]]
+    assert len(by_sizes) == 3
+    for one in by_sizes:
+        hidden, inner, heads, kv_heads = (one.sizes[axis] for axis in ("hidden", "intermediate", "heads", "kv_heads"))
+        assert (hidden % 64, inner % 64, heads) == (0, 0, 3 * kv_heads)
+        assert 4 / 5 <= (inner / 1536) / (hidden / 576) <= 5 / 4
+        q, kv = heads * 64 * hidden, kv_heads * 64 * hidden
+        assert one.parameters == 501 * hidden + 2 * q + 2 * kv + 3 * hidden * inner
+        assert abs(one.parameters / 6_000_000 - 1) < 0.02
+        assert parse_grow(one.grow)["hidden"].ratio(sizes) == one.ratios["hidden"]

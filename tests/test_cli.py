@@ -390,7 +390,7 @@ def test_no_control_characters_without_a_terminal(folder: Path) -> None:
 
 
 def test_json(folder: Path) -> None:
-    done = widen(folder, "in.safetensors", "out.safetensors", "--json", "--grow", "hidden=2,intermediate=3,heads=2")
+    done = widen(folder, "in.safetensors", "out.safetensors", "--json", "--grow", "hidden=2x,intermediate=3x,heads=2x")
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert [tensor["source"] for tensor in found["tensors"]] == list(load_file(folder / "in.safetensors"))
@@ -963,7 +963,7 @@ def test_a_dry_run_writes_nothing(folder: Path) -> None:
     [
         ["missing.safetensors", "out.safetensors"],
         ["in.safetensors", "out.safetensors", "--grow", "hiden=2"],
-        ["in.safetensors", "out.safetensors", "--grow", "heads=2,kv_heads=3"],
+        ["in.safetensors", "out.safetensors", "--grow", "heads=2x,kv_heads=3x"],
         ["in.safetensors", "out.safetensors", "--set", "hidden_size=12"],
         ["in.safetensors", "out.safetensors", "--set", "num_atention_heads=2"],
         ["in.safetensors", "out.safetensors", "--set", "rms_norm_eps.x=1"],
@@ -1100,7 +1100,7 @@ def test_inputs_are_left_alone(folder: Path, model: Path) -> None:
     before = state(folder)
     assert widen(folder, "in.safetensors", "out.safetensors").returncode == 0
     assert widen(folder, "model", "out").returncode == 0
-    assert widen(folder, "model", "other", "--grow", "heads=2,kv_heads=3").returncode == 1
+    assert widen(folder, "model", "other", "--grow", "heads=2x,kv_heads=3x").returncode == 1
     after = {name: found for name, found in state(folder).items() if name.split("/")[0] not in outputs}
     assert after == before
     assert (model / "model.safetensors").is_symlink()

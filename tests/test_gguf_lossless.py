@@ -51,7 +51,7 @@ HIDDEN, FFN = "llama.embedding_length", "llama.feed_forward_length"
 HEADS, KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"
 KEY_SIZE, VALUE_SIZE = "llama.attention.key_length", "llama.attention.value_length"
 
-DOUBLED = "hidden=2,intermediate=2,heads=2,kv_heads=2"
+DOUBLED = "hidden=2x,intermediate=2x,heads=2x,kv_heads=2x"
 TRIPLED = "hidden=3,intermediate=3,heads=3,kv_heads=3"
 MIXED = "hidden=2,intermediate=3,heads=2,kv_heads=2"
 HEADS_ALONE = "hidden=2,intermediate=3,heads=2,kv_heads=1"

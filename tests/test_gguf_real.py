@@ -50,7 +50,7 @@ CLEAR = 20 * BOUND
 SAME = 1e-6  # a divergence: ggml looks GELU up in a table of halves, which moves Gemma's rare tokens by a hundredth
 FARTHER = 1.2
 
-DOUBLED = "hidden=2,intermediate=2,heads=2,kv_heads=2"
+DOUBLED = "hidden=2x,intermediate=2x,heads=2x,kv_heads=2x"
 TRIPLED = "hidden=3,intermediate=3,heads=3,kv_heads=3"
 AXES = ("hidden", "intermediate", "heads", "kv_heads")
 

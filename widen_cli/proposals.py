@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -111,6 +112,8 @@ def propose(
             f"--target-params: the model has {least} parameters{beside}, more than {target}, and nothing shrinks here"
         )
     search = _Search(target, sizes, parameters, fixed)
+    if refusal(search.doubled):
+        search.heads = ()  # ALiBi, for one: a head's size follows the stream then, where it can
     found = [
         proposal for growths in (search.whole(), search.multiples()) for proposal in search.legal(growths, refusal)
     ]
@@ -122,7 +125,7 @@ def propose(
 
 
 class _Search:
-    """Stream and heads are tried in steps; the count grows evenly with the units between, so those are solved for."""
+    """Stream and heads are tried in steps; between them the count rises with the units, so those are looked up."""
 
     def __init__(self, target: int, sizes: Sizes, parameters: Parameters, fixed: Mapping[str, Fraction]) -> None:
         self.target = target
@@ -138,51 +141,48 @@ class _Search:
         head_dim = growth.head_dim
         self.tied = head_dim is not None and axes[head_dim].computed
 
+    @property
+    def doubled(self) -> Growth:
+        return dict.fromkeys((*self.stream, *self.units, *self.heads), Fraction(2))
+
     def count(self, growth: Growth) -> int:
         return self.parameters.count({**self.fixed, **growth})
 
     def whole(self) -> list[Growth]:
         """Whole factors of about the same size, or of any beside axes that the user fixed."""
-        streams = (
-            [Fraction(factor) for factor in range(1, WIDEST + 1)]
-            if self.stream
-            else [max(self.fixed.values(), default=Fraction(1))]
-        )
-        apart = WIDEST if self.fixed else 2
-        return [growth for stream in streams for growth in self.of_stream(stream, self.factors, apart)]
+        streams = [Fraction(factor) for factor in range(1, WIDEST + 1)] if self.stream else [self.widest_fixed]
+        apart = Fraction(WIDEST if self.fixed else 2)
+        return [growth for stream in streams for growth in self.of_stream(stream, apart, self.factors(stream, apart))]
+
+    @property
+    def widest_fixed(self) -> Fraction:
+        return max(self.fixed.values(), default=Fraction(1))
 
     def multiples(self) -> list[Growth]:
         """Sizes that are multiples of 128, or of 64 where the stream is narrower than 1024."""
         if not self.stream or any(axis in self.sizes.layered for axis in (*self.stream, *self.units)):
             return []
-        old = self.sizes.known[self.stream[0]]
+        old, apart = self.sizes.known[self.stream[0]], Fraction(5, 4)
         step = 128 if old >= 1024 else 64
         streams = (Fraction(size, old) for size in range(-(-old // step) * step, old * WIDEST, step))
         return [
             growth
             for stream in streams
             if stream.denominator > 1
-            for growth in self.of_stream(stream, lambda ratio: self.stepped(ratio, step), Fraction(5, 4))
+            for growth in self.of_stream(stream, apart, self.steps(stream, apart, step))
         ]
 
-    def of_stream(
-        self, stream: Fraction, near: Callable[[Fraction], list[Growth]], apart: Fraction | int
-    ) -> Iterator[Growth]:
-        """Growths with one factor of the stream, whose other factors are at most `apart` times as large or small."""
+    def of_stream(self, stream: Fraction, apart: Fraction, units: list[Growth]) -> Iterator[Growth]:
+        """Growths with one factor of the stream: with each of the heads the two of `units`, which rise, next to the target."""
         if self.count(dict.fromkeys(self.stream, stream)) > self.target * 3 // 2:
             return
         for heads in self.of_heads(stream, apart):
             base = dict.fromkeys((*self.stream, *self.units), Fraction(1)) | dict.fromkeys(self.stream, stream) | heads
-            if not self.units:
-                yield base
-                continue
-            one, two = (self.count({**base, **dict.fromkeys(self.units, Fraction(n))}) for n in (1, 2))
-            solved = max(Fraction(1), 1 + Fraction(self.target - one, max(1, two - one)))
-            for units in near(solved):
-                if stream / apart <= min(units.values()) and max(units.values()) <= stream * apart:
-                    yield base | units
+            place = bisect_left(units, self.target, key=lambda growth: self.count(base | growth))
+            for growth in units[max(0, place - 1) : place + 1]:
+                yield base | growth
 
-    def of_heads(self, stream: Fraction, apart: Fraction | int) -> list[Growth]:
+    def of_heads(self, stream: Fraction, apart: Fraction) -> list[Growth]:
         """Growths of the heads beside one of the stream, whole groups of them; none where they follow by themselves."""
         if not self.heads or self.tied:
             return [dict.fromkeys(self.heads, stream)] if self.heads and stream.denominator == 1 else [{}]
@@ -195,17 +195,27 @@ class _Search:
             if stream / apart <= ratio and (ratio.denominator == 1 or stream.denominator > 1)
         ]
 
-    def factors(self, ratio: Fraction) -> list[Growth]:
-        """The whole factors on both sides of a ratio."""
-        down = int(ratio)
-        return [dict.fromkeys(self.units, Fraction(factor)) for factor in (down, down + 1)]
+    def factors(self, stream: Fraction, apart: Fraction) -> list[Growth]:
+        """Whole factors of the units, at most `apart` times that of the stream or a part of it."""
+        if not self.units:
+            return [{}]
+        return [
+            dict.fromkeys(self.units, Fraction(factor))
+            for factor in range(max(1, -int(-stream // apart)), int(stream * apart) + 1)
+        ]
 
-    def stepped(self, ratio: Fraction, step: int) -> list[Growth]:
-        """The multiples on both sides of a ratio."""
+    def steps(self, stream: Fraction, apart: Fraction, step: int) -> list[Growth]:
+        """Multiples of `step` for the units, all about as many times as large."""
+        if not self.units:
+            return [{}]
         old = {axis: self.sizes.known[axis] for axis in self.units}
-        down = {axis: int(ratio * size) // step * step for axis, size in old.items()}
-        found = [{axis: Fraction(down[axis] + more, size) for axis, size in old.items()} for more in (0, step)]
-        return [growth for growth in found if min(growth.values()) >= 1]
+        largest = max(old.values())
+        numbers = range(-int(-stream / apart * largest // step) * step, int(stream * apart * largest) + 1, step)
+        growths = [
+            {axis: Fraction(max(size, -(-number * size // largest // step) * step), size) for axis, size in old.items()}
+            for number in numbers
+        ]
+        return list({tuple(growth.items()): growth for growth in growths}.values())
 
     def legal(self, growths: list[Growth], refusal: Refusal) -> list[Proposal]:
         """Of the growths nearest to the target those that can be planned."""

@@ -28,6 +28,7 @@ class Parameters:
             elif item is None and other is not None and untied:
                 counted.append(other)
         self.kinds = Counter(map(self._kind, counted))
+        self.scalars = sum(tensor.shape == () and tensor.dtype.kind == "float" for tensor in match.carried)
 
     def _kind(self, item: Matched) -> tuple[Shape, tuple[int, ...], int | None, tuple[str, ...]]:
         """What tensors of one size share: the rule's shape, the stored one, the layer where layers differ, counted axes."""
@@ -37,7 +38,7 @@ class Parameters:
     def count(self, ratios: Mapping[str, Fraction]) -> int:
         """How many there are where axes grow by these ratios; a size that no key holds follows."""
         wide = self.sizes.grown(ratios)
-        total = Fraction(0)
+        total = Fraction(self.scalars)
         for (shape, stored, layer, numbered), times in self.kinds.items():
             sizes = wide.at(layer)
             known = [sizes.total(dimension.term) for dimension in shape.dimensions]
