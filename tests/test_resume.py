@@ -379,3 +379,31 @@ def test_the_journal_holds_names_that_are_no_text(here: Path) -> None:
     Journal(staging, made, [finished]).close()
     (found,) = left_by_dead_runs(here / "out")
     assert (found.identity, found.finished) == (made, (finished,))
+
+
+def test_a_signal_while_a_file_is_noted_leaves_note_and_file(
+    here: Path, whole: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A note without its file would be told as one that somebody changed."""
+    flush, flushed = os.fsync, 0
+
+    def interrupting(fd: int) -> None:
+        nonlocal flushed
+        flush(fd)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/journal"):
+            flushed += 1
+            if flushed == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(os, "fsync", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        widen(OPTIONS)
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    (kept,) = left_by_dead_runs(here / "out")
+    assert [each.name for each in kept.finished] == SHARDS[:2]
+    assert sorted(path.name for path in (kept.path / "files").iterdir()) == SHARDS[:2]
+    nbytes = kept.nbytes
+    resumed = widen(replace(OPTIONS, resume=True))
+    assert resumed.notes == (f"resumed: 2 of 3 files, {nbytes} bytes, were finished and are unchanged",)
+    assert output(here) == whole

@@ -213,12 +213,30 @@ def test_without_a_record(narrow: Path, wide: Path) -> None:
     check(narrow, wide, "--factor", "2", "--scaling", "orthogonal")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"tool": 1}', '{"tool":"9","said":{"later":1},"factors":{}}'])
-def test_a_record_that_cannot_be_read(narrow: Path, wide: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "by"),
+    [
+        ("", ""),
+        ("[]", ""),
+        ("{", ""),
+        ('{"tool": 1}', ""),
+        ('{"tool":"0.1.0","said":{"later":1},"factors":{}}', ""),
+        ('{"tool":"9","said":{"later":1},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"scaling":"later"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"dtype":"F2"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"embedding_type":"F2"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"layout":"later"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"rope":"later"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"grow":"hidden=x"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"settings":["x"]},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2},"factors":{"hidden":0}}', ", by version 9,"),
+    ],
+)
+def test_a_record_that_cannot_be_read(narrow: Path, wide: Path, text: str, by: str) -> None:
     file = wide / "model.safetensors"
     save_file(load_file(file), file, metadata={"format": "pt", "widen_ckpt": text})
     assert told(narrow, wide, code=1) == [
-        "what it records of how it was made cannot be read by this version (0.1.0); "
+        f"what it records of how it was made{by} cannot be read by this version (0.1.0); "
         "give the options of the conversion, such as --factor 2"
     ]
     check(narrow, wide, "--factor", "2", "--scaling", "orthogonal")

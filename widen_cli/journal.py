@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from pydantic import BaseModel, ConfigDict
 
-from widen_cli.placing import leftovers, lives
+from widen_cli.placing import leftovers, lives, signals_held
 
 JOURNAL = "journal"
 FILES = "files"  # the folder beside it in which the finished files are
@@ -129,10 +129,11 @@ class Journal:
             raise
 
     def add(self, finished: Finished) -> None:
-        """Notes a file that has been flushed."""
-        self._write(finished)
-        os.fsync(self._fd)
-        self.finished[finished.name] = finished
+        """Notes a file that has been flushed. A signal waits for the whole of it: what is noted is not removed again."""
+        with signals_held():
+            self._write(finished)
+            self.finished[finished.name] = finished
+            os.fsync(self._fd)
 
     def _write(self, line: BaseModel) -> None:
         # Not model_dump_json, which refuses a tensor's name that is no text; json escapes it.
