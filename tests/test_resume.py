@@ -407,3 +407,41 @@ def test_a_signal_while_a_file_is_noted_leaves_note_and_file(
     resumed = widen(replace(OPTIONS, resume=True))
     assert resumed.notes == (f"resumed: 2 of 3 files, {nbytes} bytes, were finished and are unchanged",)
     assert output(here) == whole
+
+
+@pytest.mark.parametrize("name", ["../../other", "/other", "a/b", "", ".", "..", "a\0b"])
+def test_a_noted_name_that_is_none_of_a_file_in_the_folder_counts_as_not_noted(here: Path, name: str) -> None:
+    cut_short()
+    journal = left() / "journal"
+    line = json.loads(journal.read_text().splitlines()[1])
+    journal.write_text(journal.read_text() + json.dumps(line | {"name": name}) + "\n" + "[" * 100_000 + "\n")
+    (here / "other").write_bytes(b"mine")
+    assert len(widen(replace(OPTIONS, resume=True)).notes) == 1
+    assert (here / "other").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_stands_for_a_finished_file_and_is_none_is_made_anew(here: Path, whole: dict[str, str], kind: str) -> None:
+    cut_short()
+    file = left() / "files" / SHARDS[0]
+    moved = file.rename(here / "out-in-one-go" / "moved")
+    if kind == "link":
+        file.symlink_to(moved)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    notes = widen(replace(OPTIONS, resume=True)).notes
+    assert notes[0] == f"{SHARDS[0]}: was not what the interrupted run had written; it was made anew"
+    assert notes[1].startswith("resumed: 1 of 3 files, ")
+    assert output(here) == whole
+
+
+def test_a_folder_of_finished_files_that_is_a_link_is_not_taken_over(here: Path, whole: dict[str, str]) -> None:
+    cut_short()
+    moved = (left() / "files").rename(here / "out-in-one-go" / "moved")
+    (moved.parent / "link").symlink_to(moved)
+    (moved.parent / "link").rename(left() / "files")
+    assert widen(replace(OPTIONS, resume=True)).notes == ()
+    assert not (here / "out").is_symlink()
+    assert output(here) == whole

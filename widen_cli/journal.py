@@ -12,13 +12,14 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from widen_cli.placing import leftovers, lives, signals_held
 
@@ -40,20 +41,29 @@ class Identity(BaseModel):
     inputs: dict[str, tuple[int, int]]
 
 
+def _plain(name: str) -> str:
+    """Refuses what does not name a file in the folder: one elsewhere, or none at all."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(name)
+    return name
+
+
 class Finished(BaseModel):
     """A file that is written and flushed: its size, its pieces (offset, length, SHA-256) and what happened to its values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
+    name: Annotated[str, AfterValidator(_plain)]
     nbytes: int
     pieces: tuple[tuple[int, int, str], ...]
     counts: dict[str, tuple[int, int, int]]
 
     def is_in(self, folder: Path, progress: Callable[[int], None]) -> bool:
-        """Whether the folder has this file with these bytes; it is read in pieces."""
-        with suppress(OSError), open(folder / self.name, "rb", buffering=0) as file:
-            return os.fstat(file.fileno()).st_size == self.nbytes and self._whole and self._has(file, progress)
+        """Whether the folder has this file with these bytes; it is read in pieces. What is no file of its own is not one."""
+        with suppress(OSError), open(folder / self.name, "rb", buffering=0, opener=_opened_itself) as file:
+            found = os.fstat(file.fileno())
+            own = stat.S_ISREG(found.st_mode) and found.st_size == self.nbytes
+            return own and self._whole and self._has(file, progress)
         return False
 
     @property
@@ -174,16 +184,23 @@ def remove_leftover_folders(real: Path, finished_too: bool) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _opened_itself(path: str, flags: int) -> int:
+    """Opens a file, but neither what a link points to nor a pipe, for which it would wait."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def _read(staging: Path) -> Leftover | None:
     try:
         with open(staging / JOURNAL, "rb") as file:
             lines = [line for line in file if line.endswith(b"\n")]
         identity = Identity.model_validate(json.loads(lines[0]))
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError, RecursionError):
+        return None
+    if (staging / FILES).is_symlink():
         return None
     finished: dict[str, Finished] = {}
     for line in lines[1:]:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             each = Finished.model_validate(json.loads(line))
             finished[each.name] = each
     return Leftover(staging, identity, tuple(finished.values()))
