@@ -179,6 +179,23 @@ def test_every_fault_is_named(narrow: Path, wide: Path) -> None:
     assert (result["same"], len(result["differences"])) == (False, 6)
 
 
+def test_a_value_in_a_section_of_the_config_is_named_by_its_place(narrow: Path, tmp_path: Path) -> None:
+    config = json.loads((narrow / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 500.0, "deep": {"list": [1, 2], "none": None}}
+    (narrow / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    wide = tmp_path / "wide"
+    widened(narrow, wide)
+    config = json.loads((wide / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 501.0, "deep": {"list": [1, 3], "none": None, "more": 1}}
+    (wide / "config.json").write_text(json.dumps(config | {"beside": 1}))
+    assert told(narrow, wide) == [
+        'rope_parameters.rope_type: should be "default", is missing',
+        "rope_parameters.rope_theta: should be 500.0, is 501.0",
+        "rope_parameters.deep.list: should be [1, 2], is [1, 3]",
+        "rope_parameters.deep.more: should not be there",
+    ]
+
+
 def test_a_gguf_block_and_key_are_named(tmp_path: Path) -> None:
     narrow = write_tiny(tmp_path / "in.gguf", Tiny(kinds=(Kind.Q4_K,), layers=1))
     wide = tmp_path / "out.gguf"
