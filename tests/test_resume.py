@@ -170,14 +170,34 @@ def test_other_options_and_another_input_are_refused(here: Path) -> None:
     cut_short()
     tail = "make that the same again, or leave --resume out to begin anew"
     where = f"--resume: what {here / left()} holds"
-    for changed in ({"factor": 3}, {"max_shard_size": "3KB"}, {"scaling": "sum"}):
+    for changed, asked in (
+        ({"factor": 3}, "--factor 3 --max-shard-size 2KB"),
+        ({"max_shard_size": "3KB"}, "--max-shard-size 3KB"),
+        ({"dtype": "F64"}, "--dtype F64 --max-shard-size 2KB"),
+        (
+            {"scaling": "sum", "settings": ("rms_norm_eps=0.5",)},
+            "--scaling sum --set rms_norm_eps=0.5 --max-shard-size 2KB",
+        ),
+    ):
         assert refused(replace(OPTIONS, resume=True, **changed)) == (
-            f"{where} was made with other options or another config; {tail}",
+            f"{where} was made with other options: --max-shard-size 2KB, where this run has {asked}; {tail}",
         )
+    config = Path("model/config.json")
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"rms_norm_eps": 0.25}))
+    assert refused(replace(OPTIONS, resume=True)) == (f"{where} was made with another config or map; {tail}",)
+    config.write_text(json.dumps(values))
     os.utime("model/model.safetensors")
     assert refused(replace(OPTIONS, resume=True)) == (
         f"{where} was made of another input: the size or time of model.safetensors differs; {tail}",
     )
+
+
+def test_the_same_in_other_words_is_the_same(here: Path, whole: dict[str, str]) -> None:
+    cut_short()
+    notes = widen(replace(OPTIONS, resume=True, factor=2, max_shard_size="2000")).notes
+    assert notes[0].startswith("resumed: 2 of 3 files, ")
+    assert output(here) == whole
 
 
 def test_another_version_is_refused(here: Path) -> None:

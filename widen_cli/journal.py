@@ -31,7 +31,8 @@ _READ = 4 << 20
 class Identity(BaseModel):
     """What a run makes, and of what: only a run with the same gives the same bytes.
 
-    `made` is a hash of the plan, `inputs` has the size and the time of change, in nanoseconds, of every file read.
+    `made` is a hash of the plan, `inputs` has the size and the time of change, in nanoseconds, of every file read. `asked` are
+    the options in words, to be told: they may be written otherwise and mean the same.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,6 +40,11 @@ class Identity(BaseModel):
     tool: str
     made: str
     inputs: dict[str, tuple[int, int]]
+    asked: str = ""
+
+    def is_that_of(self, other: Identity) -> bool:
+        """Whether both make the same of the same."""
+        return (self.tool, self.made, self.inputs) == (other.tool, other.made, other.inputs)
 
 
 def _plain(name: str) -> str:
