@@ -182,11 +182,12 @@ def test_other_options_and_another_input_are_refused(here: Path) -> None:
         assert refused(replace(OPTIONS, resume=True, **changed)) == (
             f"{where} was made with other options: --max-shard-size 2KB, where this run has {asked}; {tail}",
         )
-    config = Path("model/config.json")
-    values = json.loads(config.read_text())
-    config.write_text(json.dumps(values | {"rms_norm_eps": 0.25}))
+    journal = left() / "journal"
+    whole = journal.read_text()
+    first, *rest = whole.splitlines()
+    journal.write_text("\n".join([json.dumps({**json.loads(first), "made": "of another config"}), *rest, ""]))
     assert refused(replace(OPTIONS, resume=True)) == (f"{where} was made with another config or map; {tail}",)
-    config.write_text(json.dumps(values))
+    journal.write_text(whole)
     os.utime("model/model.safetensors")
     assert refused(replace(OPTIONS, resume=True)) == (
         f"{where} was made of another input: the size or time of model.safetensors differs; {tail}",
@@ -465,3 +466,24 @@ def test_a_folder_of_finished_files_that_is_a_link_is_not_taken_over(here: Path,
     assert widen(replace(OPTIONS, resume=True)).notes == ()
     assert not (here / "out").is_symlink()
     assert output(here) == whole
+
+
+@pytest.mark.parametrize("options", [OPTIONS, replace(OPTIONS, max_shard_size=None)])
+def test_an_input_that_is_written_to_while_it_is_read_is_refused(here: Path, options: Options) -> None:
+    """Half of it may have been read before. What is finished is no use: another time, another input."""
+    before, done = os.stat("model/model.safetensors"), 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += 1
+        if done == 10:
+            flipped(here / "model" / "model.safetensors")
+            os.utime("model/model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+    with pytest.raises(WidenError) as caught:
+        run(prepare(options), progress)
+    assert caught.value.faults == (
+        "model/model.safetensors: was changed while it was read; run this again when nothing writes to it",
+    )
+    assert not (here / "out").exists()
+    assert run(prepare(options), lambda nbytes: None).counts
