@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -569,6 +570,48 @@ def test_the_record_of_the_model_as_it_was(narrow: Path, tmp_path: Path) -> None
     assert (
         f"warning: {tmp_path}/trained: nothing records its scaling, taken as orthogonal; say --scaling if it was another\n"
         in warned.stderr
+    )
+
+
+def test_a_model_that_was_trained_in_another_type(tmp_path: Path) -> None:
+    """In 32 bits a factor makes BERT's heads larger, in fewer more; the record knows what it was."""
+    narrow, wide, trained = tmp_path / "narrow", tmp_path / "wide", tmp_path / "trained"
+    models.save("bert", narrow)
+    widened(narrow, wide)
+    shutil.copytree(wide, trained)
+    halved = {name: tensor.to(torch.bfloat16) for name, tensor in tensors(wide).items()}
+    save_file(halved, trained / "model.safetensors", {"format": "pt"})
+    back(trained, tmp_path / "back", record=str(wide), dtype="F32")
+    assert config(tmp_path / "back") == config(narrow)
+    found = tensors(tmp_path / "back")
+    for name, tensor in tensors(narrow).items():
+        torch.testing.assert_close(found[name], tensor, rtol=2**-7, atol=0)
+
+    refused = command("collapse", trained, tmp_path / "guessed", "--factor", "2")
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        f"{trained}/config.json: num_attention_heads is 3, no multiple of the 2 that heads grows by; this model was not "
+        "widened so, or stored in other types: then say --grow instead of --factor\n",
+    )
+    edited(wide, lambda values: None, record=False)
+    warned = command("collapse", wide, tmp_path / "guessed", "--factor", "2", "--scaling", "orthogonal")
+    assert (
+        f"warning: {wide}: nothing records what --factor made of its heads; by the types stored now, taken as hidden x2, "
+        "intermediate x2, head_dim x2; say --grow if it was otherwise\n" in warned.stderr
+    )
+    assert config(tmp_path / "guessed") == config(narrow)
+    back(wide, tmp_path / "said", grow="hidden=2,intermediate=2,head_dim=2", scaling="orthogonal")
+    assert differing(tmp_path / "said", tmp_path / "guessed") == []
+
+
+def test_a_count_that_does_not_divide_is_no_narrow_one(narrow: Path, tmp_path: Path) -> None:
+    widened(narrow, tmp_path / "wide")
+    values = config(tmp_path / "wide")
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(values | {"num_attention_heads": 3}))
+    result = command("collapse", tmp_path / "wide", tmp_path / "back")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"{tmp_path}/wide/config.json: num_attention_heads is 3, where the conversion makes 12; correct the config\n",
     )
 
 

@@ -165,7 +165,9 @@ def test_streams(tmp_path: Path) -> None:
     for target in (tmp_path, tmp_path / "x", "/dev/fd/x", ROOT / "pyproject.toml"):
         assert not is_stream(str(target)), target
     assert faults(tmp_path / "p") == []
-    assert faults(tmp_path / "p", directory=True) == ["is a pipe or a device, but a folder is to be written"]
+    assert faults(tmp_path / "p", directory=True) == [
+        "is a pipe or a device, but a folder is to be written; for one file give a weights file as the input"
+    ]
 
 
 def test_terminal_is_refused() -> None:

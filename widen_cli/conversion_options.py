@@ -15,10 +15,12 @@ from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.plan.filling import COPY, FILLS
 from widen_cli.plan.growth import FACTOR_LIMIT
 from widen_cli.plan.layer_growth import parse_growth
+from widen_cli.plan.layouts import LAYOUTS
 from widen_cli.plan.modes import MODES
 from widen_cli.proposals import parse_params
 from widen_cli.rebuild.options import EXPERT_OPTIONS
 from widen_cli.recipes import recipe_option
+from widen_cli.records import NUMBERS
 
 P = ParamSpec("P")
 
@@ -90,12 +92,12 @@ CONVERSION = (
     ),
     click.option(
         "--dequantize",
-        type=click.Choice(["F32", "F16"], case_sensitive=False),
+        type=click.Choice(NUMBERS, case_sensitive=False),
         help="Of a GGUF: write quantised blocks as numbers of this type.",
     ),
     click.option(
         "--embedding-type",
-        type=click.Choice(["F32", "F16"], case_sensitive=False),
+        type=click.Choice(NUMBERS, case_sensitive=False),
         help="Of a GGUF: write quantised embedding tables in this type, where their block scales would round.",
     ),
     click.option(
@@ -125,7 +127,7 @@ CONVERSION = (
     click.option("--strip-prefix", metavar="TEXT", help="Take this prefix off the tensor names, such as _orig_mod."),
     click.option(
         "--layout",
-        type=click.Choice(["auto", "interleave", "tile"]),
+        type=click.Choice(LAYOUTS),
         default="auto",
         show_default=True,
         help="Where copies go: side by side, or an axis as a whole after itself. Quantised blocks may need the latter.",

@@ -125,7 +125,8 @@ def _prepared(options: Options, told: str | None) -> _Prepared:
             )
         told_by_record = record is not None and not options.says_growth
         if record and told_by_record:
-            asked = replace(asked, factor=None, grow=record.grown)
+            # A factor alone leaves it to the stored types whether heads become more or larger, and training changes those.
+            asked = replace(asked, factor=None, grow=record.grown) if record.factors else asked
         making = _Making(asked, record, record.was if record and told_by_record else None)
         prepared = (_planned_adapter if wide.adapter else _planned)(options, wide, making, faults)
         if not faults.texts:
@@ -148,11 +149,26 @@ def _opened(options: Options) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Making:
-    """How the wide model was made: the options of it, the record that tells them, and what that knows of the narrow model."""
+    """How the wide model was made: the options of it, the record that tells them, what that knows of the narrow model."""
 
     asked: Options
     record: Record | None
     was: Was | None
+
+    @property
+    def request(self) -> PlanRequest:
+        """What the plan is asked for."""
+        options = self.asked
+        asked = parse_grow(options.grow) if options.grow is not None else {}
+        return PlanRequest(
+            options.input,
+            options.factor,
+            asked,
+            options.scaling,
+            settings=parse_settings(options.settings),
+            layout=options.layout,
+            rope=options.rope,
+        )
 
 
 def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults) -> _Prepared:
@@ -161,7 +177,7 @@ def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults
     wide = replace(wide, config=wide.config.within(choice.section))
     check_settings(choice.architecture, wide.found_config, parse_settings(options.settings))
     kept = _kept_types(was, options)
-    request = replace(_request(asked), root=choice.root)
+    request = replace(making.request, root=choice.root)
     untied = choice.architecture.untie if asked.untie else ()
     narrow = narrow_model(choice.architecture, wide.tensors, wide.config, request, _known(was, kept, untied))
     plan = make_plan(choice.architecture, narrow.headers, narrow.told, narrow.request)
@@ -172,7 +188,7 @@ def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults
     config = _described(config, wide, folds, options, was)
     # The planner tells the sizes that a wide model needs, which is what lies here.
     told_by_plan = [text for text in plan.warnings if wide.config.present or "no config was found" not in text]
-    texts = (*choice.warnings, *_doubts(making, plan, wide), *warnings, *told_by_plan)
+    texts = (*choice.warnings, *_doubts(making, plan, wide, narrow.by_types), *warnings, *told_by_plan)
     return _resolved(options, wide, making, plan, folds, config, texts, faults)
 
 
@@ -186,7 +202,7 @@ def _planned_adapter(options: Options, wide: Checkpoint, making: _Making, faults
         asked.config,
         asked.map,
         asked.strip_prefix,
-        replace(_request(asked), untie=asked.untie),
+        replace(making.request, untie=asked.untie),
         back=True,
     )
     folds = _folds(wide, plan, options, was if _kept_types(was, options) else None, faults)
@@ -256,20 +272,6 @@ def _refuse_experts(options: Options, wide: Checkpoint, record: Record | None) -
         )
 
 
-def _request(options: Options) -> PlanRequest:
-    grow = parse_grow(options.grow) if options.grow is not None else {}
-    factor = options.factor
-    return PlanRequest(
-        options.input,
-        factor,
-        grow,
-        options.scaling,
-        settings=parse_settings(options.settings),
-        layout=options.layout,
-        rope=options.rope,
-    )
-
-
 def _known(was: Was | None, kept: bool, untied: Sequence[str]) -> Known | None:
     """What is recorded of the narrow model; of its types only where they come back too, of its ties nothing: weights that
     --untie wrote apart are two weights since."""
@@ -286,11 +288,16 @@ def _kept_types(was: Was | None, options: Options) -> bool:
     return was is not None and not asked and all(name in STORED for name in was.types.values())
 
 
-def _doubts(making: _Making, plan: Plan, wide: Checkpoint) -> tuple[str, ...]:
+def _doubts(making: _Making, plan: Plan, wide: Checkpoint, by_types: bool = False) -> tuple[str, ...]:
     doubts: list[str] = []
     if making.record is None and making.asked.scaling == "auto":
         doubts.append(
             f"{printable(wide.name)}: nothing records its scaling, taken as {plan.mode}; say --scaling if it was another"
+        )
+    if by_types and making.asked.factor is not None:
+        doubts.append(
+            f"{printable(wide.name)}: nothing records what --factor made of its heads; by the types stored now, taken as "
+            f"{plan.grown}; say --grow if it was otherwise"
         )
     if making.asked.untie:
         doubts.append(

@@ -13,6 +13,7 @@ from widen_cli.plan.result import TensorPlan
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.trees import block_reasons
 
+LAYOUTS = ("auto", "interleave", "tile")
 FAULTS_SHOWN = 8
 TILE = "; use --layout tile"
 

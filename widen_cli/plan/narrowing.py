@@ -54,13 +54,14 @@ class Known:
 class Narrow:
     """The narrow checkpoint's headers in the order of the wide one, its config, and the request that widens it.
 
-    `told` is the config with what `--set` says of it.
+    `told` is the config with what `--set` says of it. `by_types`: the stored types decided how attention grew.
     """
 
     headers: tuple[Header, ...]
     config: ModelConfig
     told: ModelConfig
     request: PlanRequest
+    by_types: bool
 
 
 def narrow_model(
@@ -87,12 +88,13 @@ def narrow_model(
     request = replace(request, grow=said_as_factors(request.grow, sizes))
     check_whole(request)
     grown = growing(architecture, match, sizes, wide, request)
-    narrow = _recorded(config, known) if known else _derived(architecture, config, grown)
+    by_types = request.factor is not None and grown.by_types
+    narrow = _recorded(config, known) if known else _derived(architecture, config, grown, by_types)
     told = narrow.with_values(request.settings)
     found = {axis: int(factor) for axis, factor in grown.growth.factors.items()}
     factors = {axis: found[axis] for axis in growing_axes(architecture)}
     headers = _Headers(architecture, kept, told, found, request).all()
-    return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors))
+    return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors), by_types)
 
 
 def check_whole(request: PlanRequest) -> None:
@@ -118,11 +120,12 @@ def _recorded(config: ModelConfig, known: Known) -> ModelConfig:
     return config.without(known.added).with_values(dict(known.config)) if config.present else config
 
 
-def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> ModelConfig:
+def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing, by_types: bool) -> ModelConfig:
     """The config with its sizes divided, its bases and its lists of frequencies as they were."""
     if not config.present:
         return config
     values: dict[str, Any] = {}
+    doubt = ", or stored in other types: then say --grow instead of --factor" if by_types else ""
     with Faults() as faults:
         for name, axis in architecture.axes.items():
             factor = int(grown.growth.factors[name])
@@ -132,7 +135,7 @@ def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing)
                 if size is None or key in values:
                     continue
                 if any(not isinstance(number, int) or number % factor for number in sizes):
-                    faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}")
+                    faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}{doubt}")
                     continue
                 values[key] = [number // factor for number in sizes] if isinstance(size, list) else size // factor
     return config.with_values(values | _rotary(architecture, config, grown))
@@ -176,7 +179,7 @@ def settled(narrow: Narrow, plan: Plan, wide: ModelConfig, recorded: bool) -> tu
         found = wide.get(change.key)
         if _same(found, change.new):
             continue
-        if not (is_number(found) and is_number(change.old) and is_number(change.new) and change.new and change.old):
+        if not _can_be_taken_back(found, change):
             raise WidenError(
                 f"{printable(wide.name)}: {change.key} is {found!r}, where the conversion makes {change.new!r}; correct the config"
             )
@@ -194,6 +197,14 @@ def _same(found: Any, made: Any) -> bool:
     if is_number(found) and is_number(made):
         return math.isclose(found, made, rel_tol=1e-6)
     return bool(found == made)
+
+
+def _can_be_taken_back(found: Any, change: ConfigChange) -> bool:
+    """Whether there is a value from which the conversion makes this one; of a count, a whole one."""
+    if not (is_number(found) and is_number(change.old) and is_number(change.new) and change.new and change.old):
+        return False
+    counts = all(isinstance(number, int) for number in (found, change.old, change.new))
+    return not counts or found * change.old % change.new == 0
 
 
 def _taken_back(found: Any, change: ConfigChange) -> Any:

@@ -96,11 +96,13 @@ def _with_offer(plan: Plan, untied_plan: Callable[[], Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class Growing:
-    """The factor of every axis, how heads grow under rotary positions, and where copies go that are no whole number."""
+    """The factor of every axis, how heads grow under rotary positions, where copies go that are no whole number, and whether the
+    stored types decide if there are more heads or larger ones."""
 
     growth: AxisGrowth
     rotary: Rotary
     partials: Partials
+    by_types: bool
 
 
 def growing(
@@ -111,7 +113,7 @@ def growing(
     positions = position_axes(architecture, calls)
     method = rotary_method(architecture, config, request.rope)
     fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
-    by_heads = _by_heads(architecture, match, positions, request.types)
+    by_types, by_heads = _by_heads(architecture, match, positions, request)
     equal = equalities(architecture, sizes)
     why = why_none(architecture, config)
     asked = wished(architecture, sizes, request.grow)
@@ -121,21 +123,25 @@ def growing(
     if not is_whole(factor):
         method = rotary_fraction(architecture, config, request.rope, factor)
     rotary = Rotary(method or "", axes, factor)
-    return Growing(growth, rotary, partial_axes(architecture, sizes, growth.factors))
+    return Growing(growth, rotary, partial_axes(architecture, sizes, growth.factors), by_types)
 
 
-def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
-    """Whether attention grows by more heads by default, if it can: under rotary positions, and for less than 32 bits.
+def _by_heads(
+    architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], request: PlanRequest
+) -> tuple[bool, bool]:
+    """Whether the types decide how attention grows by default, and whether it does by more heads, if it can: under rotary
+    positions, and for less than 32 bits.
 
     The factor that a larger head size needs, r**(-1/4), would be rounded in half precision.
     """
-    head_dim = architecture.growth.head_dim
-    if head_dim is None or {head_dim, *architecture.growth.with_head_dim} & positions.get("rope", set()):
-        return True
-    heads = architecture.growth.heads
-    if not heads or any(axis in positions.get("alibi", set()) for axis in heads):
-        return False
-    return any(types.cast(item.tensor.dtype).bits < 32 for item in match.matched)
+    growth, types = architecture.growth, request.types
+    head_dim = growth.head_dim
+    if head_dim is None or {head_dim, *growth.with_head_dim} & positions.get("rope", set()):
+        return False, True
+    if not growth.heads or any(axis in positions.get("alibi", set()) for axis in growth.heads):
+        return False, False
+    open_still = not {*growth.heads, head_dim} & request.grow.keys()
+    return open_still, any(types.cast(item.tensor.dtype).bits < 32 for item in match.matched)
 
 
 class _Planner:
