@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from interruptions import inputs, visible
 
-from widen_cli import output_checks, placing, quota
+from widen_cli import output_checks, quota, renames
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
 from widen_cli.jobs import Report
@@ -365,16 +365,18 @@ def placements(here: Path) -> list[Placement]:
 @pytest.mark.parametrize("exchange", [True, False])
 def test_several_are_replaced_together(here: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
     if not exchange:
-        monkeypatch.setattr(placing, "_LIBC", _NoExchange())
-    put_in_place(placements(here))
+        monkeypatch.setattr(renames, "_LIBC", _NoExchange())
+    with put_in_place(placements(here)):
+        pass
     assert [(here / name).read_text() for name in ("a", "b")] == ["new a", "new b"]
     assert list(here.glob(".*")) == []
 
 
 def test_an_error_brings_all_the_old_ones_back(here: Path) -> None:
     blocked = Placement(here / "new c", here / "blocked" / "x", "c", False)
-    with pytest.raises(WidenError, match=r"^c: exists; use --force to replace it$"):
-        put_in_place([*placements(here), blocked])
+    refused = pytest.raises(WidenError, match=r"^c: exists; use --force to replace it$")
+    with refused, put_in_place([*placements(here), blocked]):
+        pass
     assert [(here / name).read_text() for name in ("a", "b")] == ["old a", "old b"]
     assert [(here / f"new {name}").read_text() for name in ("a", "b", "c")] == ["new a", "new b", "new c"]
     assert list(here.glob(".*")) == []

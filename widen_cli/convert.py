@@ -59,7 +59,7 @@ def prepare(options: Options) -> Job:
         with doubts.collecting():
             leftover, told = to_resume(options, identity, directory)
         with doubts.collecting():
-            check_parts(options, checkpoint, shards, directory, leftover)
+            check_parts(options, checkpoint, shards, directory)
             check_room(options, shards, companions, leftover)
         if not faults.texts:
             refused.pop_all()

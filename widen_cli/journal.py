@@ -6,8 +6,6 @@ one that a file is finished, with the hash of every piece of it. A line that was
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +19,8 @@ from typing import Annotated, BinaryIO
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from widen_cli.placing import leftovers, lives, signals_held
+from widen_cli.hidden import leftovers, lives, locked
+from widen_cli.placing import signals_held
 
 JOURNAL = "journal"
 FILES = "files"  # the folder beside it in which the finished files are
@@ -116,15 +115,6 @@ class Leftover:
             return (self.path / FILES / each.name).stat().st_size
         return 0
 
-    def has_placed(self, name: str, target: Path) -> bool:
-        """Whether the run, of which several files were to be put in place, had come to this one."""
-        with suppress(OSError):
-            return any(
-                each.name == name and not self.size(each) and target.stat().st_size == each.nbytes
-                for each in self.finished
-            )
-        return False
-
 
 class Journal:
     """The journal of a run that lives: it is locked, which tells other runs so. OSError when the system refuses."""
@@ -134,7 +124,7 @@ class Journal:
         temporary = folder / f"{JOURNAL}.new"
         self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            _lock(self._fd)
+            locked(self._fd)
             for line in (identity, *finished):
                 self._write(line)
             os.fsync(self._fd)
@@ -174,7 +164,7 @@ def claim(leftover: Leftover, staging: Path) -> int | None:
     """Makes a leftover this run's own, as `staging`: the lock, to be closed later; None where another run was faster."""
     with suppress(OSError):
         fd = os.open(leftover.path / JOURNAL, os.O_RDWR | os.O_CLOEXEC)
-        if _lock(fd):
+        if locked(fd):
             with suppress(OSError):
                 os.rename(leftover.path, staging)
                 return fd
@@ -219,16 +209,7 @@ def _in_use(staging: Path, pid: int) -> bool:
     except OSError:
         return lives(pid)
     try:
-        free = _lock(fd)
+        free = locked(fd)
     finally:
         os.close(fd)
     return lives(pid) if free is None else not free
-
-
-def _lock(fd: int) -> bool | None:
-    """Whether the lock could be had; None where the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return True

@@ -175,10 +175,7 @@ def _write_parts(job: Job, writing: _Writing) -> None:
 
 
 def _open_config(job: Job, stack: ExitStack) -> list[FileOutput]:
-    """Writes a config of its own; what is to be put in place with the weights, and after them.
-
-    Weights alone are seen to be alone, a config alone misleads.
-    """
+    """Writes a config of its own; what is to be put in place with the weights, and before them."""
     if job.config_target is None:
         return []
     if is_stream(job.config_target):

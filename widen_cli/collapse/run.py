@@ -229,7 +229,7 @@ def _resolved(
     companions = companions_of(wide, options.input, options.output, sidecars)
     shards = output_shards(written, source, options.input, options.output, options.max_shard_size, directory)
     with faults.collecting():
-        check_parts(options, source, shards, directory, None)
+        check_parts(options, source, shards, directory)
         check_room(options, shards, companions, None)
     texts = (*wide.warnings, *warnings, *unsaved(written, wide, target, options, directory))
     job = Job(options, source, written, shards, config, target, directory, companions, texts)

@@ -13,7 +13,7 @@ import click
 from widen_cli.collapse import collapse
 from widen_cli.collapse.report import as_json as as_values
 from widen_cli.collapse.report import summary, table
-from widen_cli.commands.options import bar, max_shard_size, options_of, threads
+from widen_cli.commands.options import bar, max_shard_size, options_of, settle_all, threads
 from widen_cli.conversion_options import conversion_options
 from widen_cli.output_checks import is_stream
 from widen_cli.shell import reporting
@@ -43,6 +43,7 @@ def collapse_command(wide: str, narrow: str, record: str | None, as_json: bool, 
     if as_json and is_stream(narrow):
         raise click.UsageError("--json prints on stdout, where NARROW goes too; name a file for NARROW")
     options = options_of({"input": wide, "output": narrow, **_checked(given)})
+    settle_all(options, quiet, record)
     with bar(None, quiet) as advance:
         folded = collapse(options, record, advance, lambda text: _warn(text, quiet))
     if as_json:

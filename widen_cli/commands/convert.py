@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from widen_cli.commands.options import bar, max_shard_size, options_of, threads
+from widen_cli.commands.options import bar, max_shard_size, options_of, settle_all, threads
 from widen_cli.commands.verify import tell_verdict, verified
 from widen_cli.conversion_options import conversion_options, conversion_params
 from widen_cli.convert import prepare
@@ -111,6 +111,7 @@ def _convert(
         raise click.UsageError("--verify reads IN and OUT again; name files for both, and leave --dry-run out")
     if as_json and is_stream(options.output) and not dry_run:
         raise click.UsageError("--json prints on stdout, where OUT goes too; name a file for OUT")
+    settle_all(options, quiet)
     job = prepare(options)
     for warning in job.warnings if quiet < 2 else ():
         click.echo(f"warning: {warning}", err=True)

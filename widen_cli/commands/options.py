@@ -6,14 +6,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import click
 from tqdm import tqdm
 
 from widen_cli.conversion_options import readable
+from widen_cli.errors import printable
 from widen_cli.hf_directory import parse_size
+from widen_cli.moves import settle
 from widen_cli.options import Options
+from widen_cli.output_checks import is_stream
+from widen_cli.placing import signals_held
 
 P = ParamSpec("P")
 
@@ -38,6 +43,23 @@ def threads(work: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 def options_of(given: dict[str, Any], **more: Any) -> Options:
     """The options of a command line; how many threads is ours to choose where it does not say."""
     return Options(**{name: value for name, value in given.items() if name != "threads" or value is not None}, **more)
+
+
+def settle_all(options: Options, quiet: int, *more: str | None) -> None:
+    """Completes what interrupted runs had begun to put in place at any path that a command names; a dry run tells it only.
+
+    What --resume can go on from is taken back instead. WidenError where neither is possible.
+    """
+    paths = dict.fromkeys((options.output, options.input, options.config, options.base, options.config_out, *more))
+    for path in paths:
+        if path is None or is_stream(path):
+            continue
+        with signals_held():
+            found = settle(Path(path), back=options.resume and path == options.output, look=options.dry_run)
+        if found and quiet < 2:
+            begun = f"{printable(path)}: an interrupted run had begun to put it in place"
+            done = "a run that is no dry run completes that" if options.dry_run else "that is settled"
+            click.echo(f"note: {begun}; {done}", err=True)
 
 
 @contextmanager

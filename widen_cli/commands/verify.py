@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from widen_cli.commands.options import bar, options_of, threads
+from widen_cli.commands.options import bar, options_of, settle_all, threads
 from widen_cli.conversion_options import conversion_options
 from widen_cli.errors import printable
 from widen_cli.options import Options
@@ -37,6 +37,7 @@ def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, q
     options = options_of({"input": narrow, "output": wide, **given})
     if asked is not None and is_stream(narrow):
         raise click.UsageError("--run reads NARROW again; name a file or a folder for it")
+    settle_all(options, quiet, asked.wide_base if asked else None)
     found = None
     try:
         found = verified(options, quiet)
