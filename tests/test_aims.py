@@ -89,34 +89,35 @@ def test_like_another_family(narrow: Models, tmp_path: Path) -> None:
     assert files(tmp_path / "by_flags") == files(tmp_path / "wide")
 
 
-ODD = {"hidden_size": 90, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 3, "head_dim": 12,
+ODD = {"hidden_size": 91, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 3, "head_dim": 12,
        "num_hidden_layers": 5, "vocab_size": 101}  # fmt: skip
 REACHES = [
-    "hidden is 36 here and 90 there: 36 to 90 is 2.5 times as many, and only whole factors are known; the nearest are hidden=2x (72) "
-    "and hidden=3x (108)",
+    "hidden is 36 here and 91 there: {source}: the wide model would have heads 6, hidden 91, and 'llama' needs hidden % heads == 0; "
+    "choose other factors with --grow",
     "intermediate is 50 here and 100 there: intermediate=2x",
     "heads is 6 here and 4 there: smaller, and nothing shrinks here",
     "kv_heads is 3 here and 3 there: stays",
     "head_dim is 6 here and 12 there: head_dim=2x",
-    "vocab is 97 here and 101 there: it is no width",
+    "vocab is 97 here and 101 there: it is no width; --grow vocab=101 pads it",
     "num_hidden_layers is 2 here and 5 there: width changes no number of layers; see --depth",
 ]
 
 
 def test_all_that_cannot_be_reached_is_told_together(narrow: Models, tmp_path: Path) -> None:
     source = narrow.of("llama")
+    reaches = [reach.replace("{source}", str(source)) for reach in REACHES]
     (tmp_path / "odd").mkdir()
     config(source, tmp_path / "odd" / "config.json", **ODD)
     refused = run(source, tmp_path / "wide", "--like", tmp_path / "odd")
     assert refused.exit_code == 1
     assert refused.stderr.splitlines() == [
-        f"--like {tmp_path}/odd: {REACHES[n]}; --grow beside it says another size" for n in (0, 2)
+        f"--like {tmp_path}/odd: {reaches[n]}; --grow beside it says another size" for n in (0, 2)
     ]
     assert not (tmp_path / "wide").exists()
     listed = run(source, "--dry-run", "--like", tmp_path / "odd")
     assert listed.exit_code == 0, listed.output
     lines = listed.stdout.splitlines()
-    assert lines[:9] == [f"like {tmp_path}/odd:", *(f"  {reach}" for reach in REACHES), ""]
+    assert lines[:9] == [f"like {tmp_path}/odd:", *(f"  {reach}" for reach in reaches), ""]
     assert lines[9] == "map llama: intermediate x2, head_dim x2"
     values = json.loads(run(source, "--dry-run", "--json", "--like", tmp_path / "odd").stdout)["like"]
     assert [value["ratio"] for value in values] == [None, "2", None, "1", "2", None, None]
@@ -126,7 +127,7 @@ def test_all_that_cannot_be_reached_is_told_together(narrow: Models, tmp_path: P
     done = run(source, tmp_path / "wide", "--like", tmp_path / "odd", "--grow", "hidden=2,heads=1x")
     assert done.exit_code == 0, done.output
     told = [line for line in done.stderr.splitlines() if line.startswith("warning")]
-    assert told == [f"warning: --like {tmp_path}/odd: {reach}" for reach in REACHES[-2:]]
+    assert told == [f"warning: --like {tmp_path}/odd: {reach}" for reach in reaches[-2:]]
     assert json.loads((tmp_path / "wide/config.json").read_text())["hidden_size"] == 72
 
 

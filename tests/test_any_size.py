@@ -62,7 +62,7 @@ CASES = [
     ("llama", WIDER, "quiet", "copy"),
     ("llama", "hidden=5/2,intermediate=111/50", "orthogonal", "copy"),  # two copies of each, and half of them once more
     ("llama_gqa", GROUPS, "copy", "copy"),  # 10 heads over 2 keys: 5 for each where there were 3
-    ("llama_gqa", "heads=8/3,kv_heads=2,hidden=8/3", "sum", "random"),
+    ("llama_gqa", "heads=8/3,kv_heads=2x,hidden=8/3", "sum", "random"),
     ("llama_tied", "hidden=7/6", "orthogonal", "random"),
     ("llama", "head_dim=4/3", "copy", "copy"),  # rotary pairs: the base is raised to the power of 4/3
     ("llama", "head_dim=5/3", "orthogonal", "random"),
@@ -370,15 +370,15 @@ def test_what_blocks_cannot_hold(tmp_path: Path) -> None:
         ("bert_mlm", "hidden=4/3", {}, "a LayerNorm writes 'hidden', over which another LayerNorm runs"),
         ("clip_vision", "hidden=4/3", {}, "a LayerNorm writes 'hidden', over which another LayerNorm runs"),
         ("olmo2", "heads=4/3,kv_heads=4/3", {}, "norm of 'model.layers.*.self_attn.q_norm.weight' runs over all of them at once"),
-        ("llama", "hidden=5/7", {}, "a whole factor from 1"),
-        ("llama", "hidden=7/5", {}, "--grow hidden=7/5: 7/5 of hidden 36 is no whole size"),
+        ("llama", "hidden=5/7", {}, "is less than 1, and nothing shrinks here"),
+        ("llama", "hidden=7/5", {}, "--grow hidden=7/5: 1.4 times 36 is 50.4, no whole number; write hidden=51"),
         ("llama", "hidden=37/36", {}, "needs hidden % heads == 0"),
         ("llama", "heads=7/6,hidden=7/6", {}, "7 heads over 3 kv_heads are not as many for each"),
         ("llama_gqa", "heads=1,kv_heads=3/2", {}, "leave some of the old 3 heads of a group without a place"),
         ("qwen3", "head_dim=3/2", {}, "--grow head_dim=3/2: rotary = head_dim / 2 would be 15/2, which is no whole size"),
         ("llama", "head_dim=7/3", {}, "grow by whole factors, or by fractions below 2"),
         ("llama", "head_dim=4/3", {"rope": "spread"}, "--rope spread: cannot grow heads by 4/3; --rope theta can"),
-        ("llama", "vocab=2", {}, "; 'vocab' is padded, to less than twice its size"),
+        ("llama", "vocab=2", {}, "--grow vocab: 'vocab' is only padded, to less than twice its size"),
         ("mamba2", "heads=4/3", {}, "runs over all of them at once"),
     ],
 )  # fmt: skip

@@ -23,6 +23,7 @@ from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
 from widen_cli.options import Options
 from widen_cli.plan.layer_growth import LayerGrowth, parse_growth
+from widen_cli.plan.wishes import parse_grow
 
 _KEYS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "attention.key_length")
 
@@ -154,7 +155,7 @@ def test_it_is_not_folded_back(files: Callable[[str], Path], tmp_path: Path) -> 
 
 def test_ranges_are_read() -> None:
     assert parse_growth("hidden=2, heads=3x@4 - 7,heads=2@1") == (
-        {"hidden": 2},
+        parse_grow("hidden=2"),
         (LayerGrowth("heads", 3, 4, 7), LayerGrowth("heads", 2, 1, 1)),
     )
 

@@ -255,10 +255,13 @@ def test_what_a_config_ties_together_cannot_be_torn_apart(grow: str) -> None:
         ),
         (
             "vocab=2",
-            "--grow vocab: 'vocab' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim; "
-            "'vocab' is padded, to less than twice its size",
+            "--grow vocab: 'vocab' is only padded, to less than twice its size; these can grow: hidden, intermediate, heads, "
+            "kv_heads, head_dim",
         ),
-        ("rotary=2", "--grow rotary: 'rotary' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim"),
+        (
+            "rotary=2",
+            "--grow rotary: 'rotary' cannot grow; these can grow: hidden, intermediate, heads, kv_heads, head_dim",
+        ),
         (
             "hidden=2,heads=3",
             "in: the wide model would have heads 18, hidden 24, and 'llama' needs hidden % heads == 0; choose other "

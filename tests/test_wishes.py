@@ -117,7 +117,7 @@ def test_all_pieces_that_cannot_be_read_are_named() -> None:
 
 def test_all_axes_that_cannot_be_what_is_asked_are_named() -> None:
     with pytest.raises(WidenError) as caught:
-        ratios("hidden=4000,kv_heads=3,hiden=2x,vocab=round:128")
+        ratios("hidden=4000,kv_heads=3,hiden=2x,vocab=round:512")
     assert [fault.partition(":")[0] for fault in caught.value.faults] == [
         "--grow hidden=4000",
         "--grow kv_heads=3",

@@ -170,7 +170,9 @@ def _unchanged(here: Sizes, other: OtherModel, said: Collection[str]) -> Iterato
             why = f"map '{here.architecture.architecture}' has no such axis"
             yield Reach(axis, *sizes, why=why, needed=False)
         elif here_axis.fixed and None not in sizes:
-            yield Reach(axis, *sizes, why="it is no width", needed=False)
+            pads = here_axis.padded and sizes[0] < sizes[1] < 2 * sizes[0]
+            why = "it is no width" + (f"; --grow {axis}={sizes[1]} pads it" if pads else "")
+            yield Reach(axis, *sizes, why=why, needed=False)
     layers = [_layers(sizes) for sizes in (here, there)]
     for (key, old), (_, new) in zip(*layers, strict=False):
         if old != new:

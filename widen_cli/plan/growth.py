@@ -142,8 +142,8 @@ def check_asked(architecture: ArchitectureMap, asked: Mapping[str, Factor]) -> N
                 f"it has {', '.join(growing)}"
             )
         elif axis not in growing and asked[axis] != 1 and not (architecture.axes[axis].padded and asked[axis] < 2):
-            more = f"; '{axis}' is padded, to less than twice its size" if architecture.axes[axis].padded else ""
-            faults.append(f"--grow {axis}: '{axis}' cannot grow; these can: {', '.join(growing)}{more}")
+            how = "is only padded, to less than twice its size" if architecture.axes[axis].padded else "cannot grow"
+            faults.append(f"--grow {axis}: '{axis}' {how}; these can grow: {', '.join(growing)}")
     if faults:
         raise WidenError(*faults)
 
