@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from widen_cli.errors import printable
+from widen_cli.map_rules import Axis
 from widen_cli.other_models import OtherModel
 from widen_cli.plan.growth import growing_axes
 from widen_cli.plan.sizes import Sizes
@@ -170,13 +171,17 @@ def _unchanged(here: Sizes, other: OtherModel, said: Collection[str]) -> Iterato
             why = f"map '{here.architecture.architecture}' has no such axis"
             yield Reach(axis, *sizes, why=why, needed=False)
         elif here_axis.fixed and None not in sizes:
-            pads = here_axis.padded and sizes[0] < sizes[1] < 2 * sizes[0]
-            why = "it is no width" + (f"; --grow {axis}={sizes[1]} pads it" if pads else "")
-            yield Reach(axis, *sizes, why=why, needed=False)
+            yield Reach(axis, *sizes, why="it is no width" + _padding(here_axis, *sizes), needed=False)
     layers = [_layers(sizes) for sizes in (here, there)]
     for (key, old), (_, new) in zip(*layers, strict=False):
         if old != new:
             yield Reach(key, old, new, why="width changes no number of layers; see --depth", needed=False)
+
+
+def _padding(axis: Axis, old: int | None, new: int | None) -> str:
+    """How a vocabulary gets the other's size, where it can."""
+    can = axis.padded and old is not None and new is not None and old < new < 2 * old
+    return f"; --grow {axis.name}={new} pads it" if can else ""
 
 
 def _layers(sizes: Sizes) -> list[tuple[str, int]]:
