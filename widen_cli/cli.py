@@ -32,6 +32,7 @@ from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
 from widen_cli.run_options import run_lines, run_options
 from widen_cli.running import Asked, Known, RunResult
+from widen_cli.several import targets_in
 from widen_cli.shell import FAULT_LINES, DefaultCommand, Terminated, reporting, tell, terminated
 from widen_cli.verification import NotRecordedError, Verification, verify
 from widen_cli.writing import run
@@ -102,11 +103,12 @@ def convert(paths: tuple[str, ...], into: str | None, **given: Any) -> None:
 
 def _convert_each(paths: tuple[str, ...], into: str, **given: Any) -> None:
     """Widens several inputs, the others too where one fails, and lists at the end those that did."""
-    targets = [os.path.join(into, os.path.basename(path.rstrip("/"))) for path in paths]
     if given["as_json"] or given["config_out"] is not None:
         raise click.UsageError("--into takes neither --json nor --config-out, which speak of one output")
-    if "-" in paths or len({*targets}) < len(targets):
-        raise click.UsageError("--into needs inputs with names of their own: no -, and no name twice")
+    try:
+        targets = targets_in(into, paths)
+    except WidenError as error:
+        raise click.UsageError(str(error)) from None
     made = not os.path.lexists(into)
     os.makedirs(into, exist_ok=True)
     failed: dict[str, int] = {}
