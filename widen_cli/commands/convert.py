@@ -19,6 +19,7 @@ from widen_cli.jobs import Job, Report
 from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
 from widen_cli.recipes import recipe_text
+from widen_cli.several import targets_in
 from widen_cli.shell import Terminated, reporting, tell
 from widen_cli.writing import run
 
@@ -60,11 +61,12 @@ def convert_command(paths: tuple[str, ...], into: str | None, **given: Any) -> N
 
 def _convert_each(paths: tuple[str, ...], into: str, **given: Any) -> None:
     """Widens several inputs, the others too where one fails, and lists at the end those that did."""
-    targets = [os.path.join(into, os.path.basename(path.rstrip("/"))) for path in paths]
     if given["as_json"] or given["config_out"] is not None:
         raise click.UsageError("--into takes neither --json nor --config-out, which speak of one output")
-    if "-" in paths or len({*targets}) < len(targets):
-        raise click.UsageError("--into needs inputs with names of their own: no -, and no name twice")
+    try:
+        targets = targets_in(into, paths)
+    except WidenError as error:
+        raise click.UsageError(str(error)) from None
     made = not os.path.lexists(into)
     os.makedirs(into, exist_ok=True)
     failed: dict[str, int] = {}
