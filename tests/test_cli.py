@@ -234,6 +234,32 @@ def test_glob_slip(tmp_path: Path) -> None:
     assert state(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("widen convrt in.safetensors out.safetensors", 2, "neither a command nor a file: convrt (did you mean 'convert'?)"),
+        ("widen verfy in.safetensors out.safetensors", 2, "neither a command nor a file: verfy (did you mean 'verify'?)"),
+        (
+            "widen --factor 1.5 in.safetensors out.safetensors", 2,
+            "Invalid value for '--factor': '1.5' is no whole number from 2 to 65536; --grow says by how much single axes grow",
+        ),
+        (
+            "widen --dry-run --grow hidden=1 in.safetensors", 0,
+            "warning: nothing grows: every factor asked for is 1, so this only writes the model again",
+        ),
+        (
+            "widen --base in.safetensors in.safetensors out.safetensors", 1,
+            "in.safetensors: is a model, not a LoRA adapter (it has 'lm_head.weight'); leave --base out",
+        ),
+    ],
+)  # fmt: skip
+def test_slips(folder: Path, line: str, code: int, told: str) -> None:
+    done = shell(folder, line)
+    assert done.returncode == code
+    assert told in [text.removeprefix("Error: ") for text in done.stderr.splitlines()]
+    assert not (folder / "out.safetensors").exists()
+
+
 def test_one_of_several_inputs_is_damaged(folder: Path, model: Path, wide: bytes) -> None:
     shutil.copy(folder / "in.safetensors", folder / "first.safetensors")
     (folder / "second.safetensors").write_bytes((folder / "in.safetensors").read_bytes()[:-1])

@@ -35,7 +35,7 @@ def interrupt(case: str, how: str, *more: str) -> dict[str, Any]:
         ("parts", "full", 35, 5),
         ("parts --force", "kill", 40, 20),
         ("parts --force", "INT", 40, 15),
-        ("folder and config --force", "kill --last 20", 20, 15),
+        ("folder and config --force", "kill --last 20", 20, 8),
     ],
 )
 def test_every_step(case: str, how: str, least: int, resumed: int) -> None:

@@ -19,8 +19,10 @@ from interruptions import inputs, visible
 from widen_cli import output_checks, quota, renames
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.hidden import hidden_sibling
 from widen_cli.jobs import Report
 from widen_cli.journal import Finished, Identity, Journal, left_by_dead_runs
+from widen_cli.moves import Moves, settle
 from widen_cli.options import Options
 from widen_cli.output_checks import check_space
 from widen_cli.placing import Placement, put_in_place, signals_held
@@ -380,6 +382,81 @@ def test_an_error_brings_all_the_old_ones_back(here: Path) -> None:
     assert [(here / name).read_text() for name in ("a", "b")] == ["old a", "old b"]
     assert [(here / f"new {name}").read_text() for name in ("a", "b", "c")] == ["new a", "new b", "new c"]
     assert list(here.glob(".*")) == []
+
+
+def begun(here: Path) -> Path:
+    """Two files of which the old ones are aside and one is in, as a killed run leaves them; the note of it."""
+    first, second = placements(here)
+    moves = Moves.begin([(each.staged, each.real, each.name, True) for each in (first, second)])
+    for each in moves.each:
+        each.set_aside()
+    moves.each[1].place()
+    os.close(moves.fd)
+    return moves.note
+
+
+def staged_as_runs_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, with names that a run gives."""
+    real = placements
+
+    def hidden(where: Path) -> list[Placement]:
+        made = [replace(each, staged=hidden_sibling(each.real, "tmp")) for each in real(where)]
+        for each in made:
+            (where / f"new {each.name}").rename(each.staged)
+        return made
+
+    monkeypatch.setitem(globals(), "placements", hidden)
+    return begun(here)
+
+
+@pytest.mark.parametrize("asked", ["a", "b"])
+def test_what_was_begun_is_completed_by_whoever_names_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    staged_as_runs_do(here, monkeypatch)
+    assert not (here / "a").exists()
+    assert not settle(here / "another")
+    assert settle(here / asked, look=True)
+    assert not (here / "a").exists()
+    assert settle(here / asked)
+    assert [(here / name).read_text() for name in ("a", "b")] == ["new a", "new b"]
+    assert list(here.glob(".*")) == []
+    assert not settle(here / asked)
+
+
+def test_what_was_changed_since_is_left_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = staged_as_runs_do(here, monkeypatch)
+    (here / "a").write_text("somebody else's")
+    before = sorted(os.listdir(here))
+    with pytest.raises(WidenError) as refused:
+        settle(here / "a")
+    assert refused.value.faults == (
+        f"{here / 'a'}: an interrupted run had begun to put it in place, and {here / 'a'} has been changed since; "
+        f"remove {note}, which notes what waits under which name, to leave it so",
+    )
+    assert (sorted(os.listdir(here)), (here / "a").read_text()) == (before, "somebody else's")
+
+
+def test_what_cannot_be_completed_is_taken_back(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged_as_runs_do(here, monkeypatch)
+    (waiting,) = here.glob(".a.*.tmp")
+    waiting.unlink()
+    assert settle(here / "b")
+    assert [(here / name).read_text() for name in ("a", "b")] == ["old a", "old b"]
+    assert not list(here.glob(".*.placing"))
+
+
+@pytest.mark.parametrize("key", ["staged", "old"])
+def test_a_note_from_elsewhere_moves_nothing_but_names_of_runs(
+    here: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    note = staged_as_runs_do(here, monkeypatch)
+    told = json.loads(note.read_text())
+    told[0][key] = "new c"
+    note.write_text(json.dumps(told))
+    before = sorted(os.listdir(here))
+    assert not settle(here / "a")
+    assert sorted(os.listdir(here)) == before
 
 
 def test_a_signal_waits_for_the_end_of_what_is_held() -> None:

@@ -51,10 +51,21 @@ def readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.P
     return check
 
 
+class _Factor(click.IntRange):
+    """The factor of the whole width; what is none is told what is possible instead."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            text = f"'{value}' is no whole number from 2 to {FACTOR_LIMIT}; --grow says by how much single axes grow"
+            raise click.BadParameter(text, ctx, param) from None
+
+
 CONVERSION = (
     click.option(
         "--factor",
-        type=click.IntRange(min=2, max=FACTOR_LIMIT),
+        type=_Factor(min=2, max=FACTOR_LIMIT),
         help="Grow the model's width by this whole number, as its family does by default.  [default: 2]",
     ),
     click.option(

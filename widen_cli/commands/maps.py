@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import click
 
 from widen_cli.checkpoint import open_checkpoint
@@ -30,8 +32,16 @@ def maps_command(name: str | None, draft: str | None, config: str | None) -> Non
     elif name is not None:
         click.echo(map_text(name), nl=False)
     else:
-        for known in map_names():
-            click.echo(f"{known:12} {map_text(known).splitlines()[0].lstrip('# ')}")
+        names = list(map_names())
+        for known in names:
+            click.echo(f"{known:{max(map(len, names))}} {_first_sentence(map_text(known))}")
+
+
+def _first_sentence(text: str) -> str:
+    """What a map's comment at its top begins with, whole although it may run over several lines."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    sentence, stop, _ = " ".join(line.lstrip("# ") for line in comment).partition(". ")
+    return sentence + stop.rstrip()
 
 
 def _draft(model: str, config: str | None, name: str | None) -> None:
