@@ -118,7 +118,7 @@ def test_all_that_cannot_be_reached_is_told_together(narrow: Models, tmp_path: P
     assert listed.exit_code == 0, listed.output
     lines = listed.stdout.splitlines()
     assert lines[:9] == [f"like {tmp_path}/odd:", *(f"  {reach}" for reach in reaches), ""]
-    assert lines[9] == "map llama: intermediate x2, head_dim x2, rotary x2"
+    assert lines[9] == "map llama: intermediate x2, head_dim x2"
     values = json.loads(run(source, "--dry-run", "--json", "--like", tmp_path / "odd").stdout)["like"]
     assert [value["ratio"] for value in values] == [None, "2", None, "1", "2", None, None]
     assert values[2] == {

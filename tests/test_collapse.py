@@ -508,7 +508,7 @@ def test_a_step_of_training_is_the_narrow_gradient(tmp_path: Path) -> None:
 
 def report_growth(report: Report) -> str:
     plan = report.job.plan
-    return ",".join(f"{axis}={plan.factors[axis]}" for axis in plan.axes)
+    return ",".join(f"{axis}={plan.factors[axis]}x" for axis in plan.axes)
 
 
 # What nothing records.
@@ -527,9 +527,11 @@ def test_without_a_record(variant: str, options: dict[str, Any], tmp_path: Path)
     """As training leaves it: the config is divided, epsilons and bases taken back by the plan."""
     source = tmp_path / "narrow"
     models.build(variant, torch.float32).save_pretrained(source)
-    widened(source, tmp_path / "wide", **options)
+    report = widened(source, tmp_path / "wide", **options)
     edited(tmp_path / "wide", lambda values: None, record=False)
-    folded = back(tmp_path / "wide", tmp_path / "back", **options)
+    # Of GPT-2 and BERT a factor alone is told with a doubt (test_a_model_that_was_trained_in_another_type).
+    told = options if variant.startswith("llama") else {"grow": report_growth(report), "scaling": options["scaling"]}
+    folded = back(tmp_path / "wide", tmp_path / "back", **told)
     found = set(differing(source, tmp_path / "back"))
     # Keys that the conversion added stay: nothing says that they were not there.
     assert found <= {*folded.inexact, *(config(tmp_path / "wide").keys() - config(source).keys())}

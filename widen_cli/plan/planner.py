@@ -16,7 +16,7 @@ from widen_cli.plan.equalities import equalities
 from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.filling import COPY, Filling
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
-from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
+from widen_cli.plan.growth import AxisGrowth, axis_growth, growing_axes, position_axes, position_calls
 from widen_cli.plan.layer_growth import LayerGrowth, by_layer, layer_factors
 from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
 from widen_cli.plan.made import with_divisors, with_scalars
@@ -193,6 +193,7 @@ class _Planner:
             file: {key: self.growth.factors[axis] for key, axis in keys.items()}
             for file, keys in self.architecture.sidecars.items()
         }
+        axes = growing_axes(self.architecture)
         return Plan(
             architecture=self.architecture.architecture,
             mode=mode,
@@ -213,8 +214,7 @@ class _Planner:
             axes=tuple(
                 name
                 for name, axis in self.architecture.axes.items()
-                if (not axis.fixed and (axis.keys or name == self.architecture.growth.head_dim))
-                or self.growth.factors[name] != 1
+                if name in axes or (axis.padded and self.growth.factors[name] != 1)
             ),
             equal_pairs=self.spaces.stored_ties(),
             output=self.architecture.output,
