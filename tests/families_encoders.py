@@ -588,6 +588,7 @@ FAMILIES: tuple[Family, ...] = (
         {
             "vit": Variant("ViTModel", VIT, _pixels),
             "vit_pooler": Variant("ViTModel", {**VIT, "pooler_output_size": 30, "pooler_act": "gelu"}, _pixels),
+            "vit_pooler_relu": Variant("ViTModel", {**VIT, "pooler_act": "leaky_relu"}, _pixels),
             "vit_classification": Variant("ViTForImageClassification", {**VIT, **_LABELS}, _pixels),
             "vit_no_bias": Variant("ViTForImageClassification", {**VIT, "qkv_bias": False}, _pixels),
             "vit_masked": Variant("ViTForMaskedImageModeling", {**VIT, "encoder_stride": 4}, _pixels),

@@ -323,7 +323,11 @@ ENCODERS = ("bert", "nomic-bert")
 
 def write(name: str, path: Path) -> Path:
     """The named family's file, float32, the same at every call."""
-    family = FAMILIES.get(name) or UNKNOWN[name]
+    return write_family(FAMILIES.get(name) or UNKNOWN[name], path)
+
+
+def write_family(family: Family, path: Path, kind: gguf.GGMLQuantizationType | None = None) -> Path:
+    """A family's file; with a `kind` its matrices are quantised."""
     writer = gguf.GGUFWriter(str(path), family.architecture)
     for key, value in _metadata(family).items():
         add: Any = writer.add_uint32
@@ -332,7 +336,11 @@ def write(name: str, path: Path) -> Path:
         add(f"{family.architecture}.{key}", value)
     _add_tokenizer(writer)
     for tensor, shape in family.tensors(family.sizes).items():
-        writer.add_tensor(tensor, drawn(tensor, shape))
+        values = drawn(tensor, shape)
+        if kind is not None and len(shape) > 1:
+            writer.add_tensor(tensor, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

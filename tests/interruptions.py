@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from gguf_families import write as write_gguf
 from safetensors.numpy import save_file
 from test_cli import CONFIG
 
-from widen_cli import cli, folders, journal, outputs, placing
+from widen_cli import cli, journal, moves, outputs, placing, renames
 from widen_cli.__main__ import main as command
 from widen_cli.convert import prepare
 from widen_cli.options import Options
@@ -40,15 +41,15 @@ from widen_cli.options import Options
 assert cli  # loaded before the forks, not by each of them
 
 HOWS = ("kill", "power", "INT", "TERM", "full")
-HIDDEN = re.compile(r"\.(?:out|wide)(?:\.[a-z]+)*\.widen-\d+-[0-9a-f]{8}\.(?:tmp|old|staging)")
-HIDDEN_PART = re.compile(r"\.out-0000\d-of-00003\.gguf\.widen-\d+-[0-9a-f]{8}\.old")
+HIDDEN = re.compile(r"\.(?:out|wide)(?:\.[a-z]+)*\.widen-\d+-[0-9a-f]{8}\.(?:tmp|old|staging|placing)")
+HIDDEN_PART = re.compile(r"\.out-0000\d-of-00003\.gguf\.widen-\d+-[0-9a-f]{8}\.(?:old|placing)")
 EVENTS = ("fsync", "rename", "replace", "link", "unlink", "rmdir", "mkdir", "write")
 Content = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command; `old` makes the output that it replaces, `main` is the file or folder by which the output is opened."""
+    """A command; `old` makes the output that it replaces, `main` is the file by which the output is opened."""
 
     name: str
     arguments: tuple[str, ...]
@@ -66,10 +67,11 @@ class Case:
 
 FILE = Case("file", ("in.safetensors", "out.safetensors"), "out.safetensors")
 FOLDER = Case("folder", ("model", "out", "--max-shard-size", "2KB"), "out/model.safetensors.index.json")
+BESIDE = replace(FOLDER, name="folder and config", arguments=(*FOLDER.arguments, "--config-out", "out.config.json"))
 PARTS = Case("parts", ("in.gguf", "out.gguf", "--max-shard-size", "120KB"), "out-00001-of-00003.gguf")
 CASES = {
     case.name: case
-    for plain in (FILE, FOLDER, PARTS)
+    for plain in (FILE, FOLDER, BESIDE, PARTS)
     for case in (plain, replace(plain, name=f"{plain.name} --force", old=(*plain.arguments, "--scaling", "sum")))
 }
 
@@ -138,7 +140,7 @@ class Watch:
             return pwrite(fd, data, offset)
 
         os.open, os.pwrite = opened, written
-        library = placing._LIBC
+        library = renames._LIBC
 
         class Library:
             @staticmethod
@@ -146,7 +148,7 @@ class Watch:
                 self.step(refusable=False)
                 return library.renameat2(*arguments)
 
-        placing._LIBC = Library()
+        renames._LIBC = Library()
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -260,20 +262,33 @@ def _broken_unflushed() -> None:
     outputs.FileOutput.finish = unflushed
 
 
-def _broken_first_part_first() -> None:
-    """Puts the part by which a model is opened in place before the others."""
-    finish = folders.PartsOutput.finish
-    folders.PartsOutput.finish = lambda self: finish(self)[::-1]
+def _broken_main_first() -> None:
+    """Puts the file by which a model is opened in place before the others."""
+
+    def forward(self: moves.Moves) -> None:
+        for each in self.each:
+            each.set_aside()
+        for each in self.each:
+            each.place()
+
+    moves.Moves.forward = forward
 
 
 def _broken_one_by_one() -> None:
     """Replaces several old files one after the other."""
 
-    def one_by_one(placements: list[placing.Placement]) -> None:
+    @contextmanager
+    def one_by_one(placements: list[placing.Placement]) -> Iterator[None]:
         for each in placements:
             os.replace(each.staged, each.real)
+        yield
 
     outputs.put_in_place = one_by_one
+
+
+def _broken_without_note() -> None:
+    """Does not find what an interrupted run noted."""
+    moves._read = lambda note, fd: None
 
 
 def _broken_trusting() -> None:
@@ -285,8 +300,9 @@ def _broken_trusting() -> None:
 BROKEN = {
     "in place": _broken_in_place,
     "unflushed": _broken_unflushed,
-    "first part first": _broken_first_part_first,
+    "main first": _broken_main_first,
     "one by one": _broken_one_by_one,
+    "without note": _broken_without_note,
     "trusting": _broken_trusting,
 }
 
@@ -353,6 +369,10 @@ class Trials:
         self.count("blows")
         self.slowest = max(self.slowest, outcome.answer if blow.how in ("INT", "TERM") else 0)
         found = [*self.left(folder), *self.ended(folder, outcome, blow)]
+        if any(name.endswith(".placing") for name in hidden(folder)):
+            (read,) = self.copies(folder, "read")
+            found += [f"read: {fault}" for fault in self.read(read)]
+            shutil.rmtree(read)
         if blow.how == "kill" and blow.event:
             (anew,) = self.copies(folder, "anew")
             found += [f"anew: {fault}" for fault in self.again(anew, [])]
@@ -364,16 +384,13 @@ class Trials:
     def left(self, folder: Path) -> Iterator[str]:
         """What is wrong with the files that an interrupted run left."""
         seen = visible(folder)
-        whole = seen in (self.old, self.new)
         if not (seen.items() <= self.old.items() or seen.items() <= self.new.items()):
             yield f"mixed or partial: {sorted(seen)}"
-        elif not whole and self.case.name.startswith("file"):
-            # Two names cannot change in one step: weights may stand without a config, never beside another's.
-            self.count("weights alone")
-            if set(seen) != {self.case.main}:
+        elif seen not in (self.old, self.new):
+            # Several names cannot change in one step: meanwhile the one by which they are opened is not there.
+            self.count("absent")
+            if self.case.main in seen:
                 yield f"partial: {sorted(seen)}"
-        elif not whole and (self.case.main in seen or self.case.name.startswith("folder")):
-            yield f"partial: {sorted(seen)}"
         for name in hidden(folder):
             if not HIDDEN.fullmatch(name) and not HIDDEN_PART.fullmatch(name):
                 yield f"a leftover with a name that tells nothing: {name}"
@@ -403,13 +420,27 @@ class Trials:
         elif hidden(folder):
             yield f"something stayed: {hidden(folder)}"
 
+    def read(self, folder: Path) -> Iterator[str]:
+        """What is wrong after a command that reads the output: it has to complete what was begun."""
+        before = visible(folder)
+        outcome = run(folder, ["verify", self.case.arguments[0], self.case.main.split("/")[0]], broken=self.broken)
+        after = visible(folder)
+        self.count("completed by a reader")
+        # A note that was cut short speaks of nothing that has been moved.
+        if after != self.new and not before == after == self.old:
+            yield f"not completed: {outcome.stderr}"
+        elif outcome.code and after and "--config-out" not in self.case.arguments:
+            yield outcome.stderr
+
     def again(self, folder: Path, extra: list[str]) -> Iterator[str]:
         """What is wrong with the next run."""
         before = visible(folder)
         outcome = run(folder, [*self.case.line, *extra], broken=self.broken)
-        if outcome.code == 1 and before and not self.case.forced and "exists" in outcome.stderr:
+        if outcome.code == 1 and not self.case.forced and "exists" in outcome.stderr:
             if before != self.new and extra and not self.case.name.startswith("file"):
                 yield f"refused: {outcome.stderr}"
+            if visible(folder) != self.new:
+                yield f"refused, but not complete: {outcome.stderr}"
             outcome = run(folder, [*self.case.line, *extra, "--force"], broken=self.broken)
         self.count("resumed" if "resumed:" in outcome.stderr else "made anew")
         if outcome.code != 0:

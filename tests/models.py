@@ -7,6 +7,7 @@ every row of the vocabulary, the positions and the token types: a fault anywhere
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -29,6 +30,11 @@ BATCH = 3
 EPS = 4e-3
 
 Outputs = dict[str, np.ndarray]
+
+
+def by_factors(grow: str | None) -> str | None:
+    """What --grow takes, with every plain number as a factor: of tiny models `heads=3` could be a size too."""
+    return grow and re.sub(r"=([0-9]+)(?=,|$)", r"=\1x", grow)
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ KINDS: dict[str, tuple[str, LoraArguments]] = {
     "saved embedding": ("llama", {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}),
     "task head": ("llama_classification", {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}),
     "all biases": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "bias": "all", **FAN}),
+    "all biases and a norm": ("gpt2", {"target_modules": ["c_attn"], "bias": "all", "modules_to_save": ["ln_1"], **FAN}),
     "LoRA's biases": ("llama_biases", {"target_modules": ["q_proj", "down_proj"], "bias": "lora_only"}),
     "bias beside B": ("llama_biases", {"target_modules": ["q_proj", "o_proj"], "lora_bias": True}),
     "rslora": ("llama", {"target_modules": ALL["llama"], "use_rslora": True, "lora_alpha": 3}),

@@ -212,7 +212,7 @@ def test_wrong_usage(folder: Path, arguments: list[str]) -> None:
         (
             "--grow",
             "",
-            "--grow : '' is no axis=factor with a whole factor from 1 to 65536; write for example hidden=2,",
+            "--grow : '' says of no axis what it grows to; write for example hidden=2x, ",
         ),
         ("--set", "nothing", "--set nothing: expected key=value, such as --set num_attention_heads=12"),
         ("--max-shard-size", "5XB", "--max-shard-size '5XB': is no size; write for example 5GB, "),
@@ -232,6 +232,32 @@ def test_glob_slip(tmp_path: Path) -> None:
     done = shell(tmp_path, "widen part-0000*-of-00003.safetensors out.safetensors")
     assert (done.returncode, done.stdout) == (2, "")
     assert state(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("widen convrt in.safetensors out.safetensors", 2, "neither a command nor a file: convrt (did you mean 'convert'?)"),
+        ("widen verfy in.safetensors out.safetensors", 2, "neither a command nor a file: verfy (did you mean 'verify'?)"),
+        (
+            "widen --factor 1.5 in.safetensors out.safetensors", 2,
+            "Invalid value for '--factor': '1.5' is no whole number from 2 to 65536; --grow says by how much single axes grow",
+        ),
+        (
+            "widen --dry-run --grow hidden=1 in.safetensors", 0,
+            "warning: nothing grows: every factor asked for is 1, so this only writes the model again",
+        ),
+        (
+            "widen --base in.safetensors in.safetensors out.safetensors", 1,
+            "in.safetensors: is a model, not a LoRA adapter (it has 'lm_head.weight'); leave --base out",
+        ),
+    ],
+)  # fmt: skip
+def test_slips(folder: Path, line: str, code: int, told: str) -> None:
+    done = shell(folder, line)
+    assert done.returncode == code
+    assert told in [text.removeprefix("Error: ") for text in done.stderr.splitlines()]
+    assert not (folder / "out.safetensors").exists()
 
 
 def test_one_of_several_inputs_is_damaged(folder: Path, model: Path, wide: bytes) -> None:
@@ -390,7 +416,7 @@ def test_no_control_characters_without_a_terminal(folder: Path) -> None:
 
 
 def test_json(folder: Path) -> None:
-    done = widen(folder, "in.safetensors", "out.safetensors", "--json", "--grow", "hidden=2,intermediate=3,heads=2")
+    done = widen(folder, "in.safetensors", "out.safetensors", "--json", "--grow", "hidden=2x,intermediate=3x,heads=2x")
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert [tensor["source"] for tensor in found["tensors"]] == list(load_file(folder / "in.safetensors"))
@@ -939,7 +965,8 @@ def test_of_two_runs_at_once_one_wins(
         shown.append(process.communicate(timeout=20)[1].decode())
     assert sorted(process.returncode for process in both) == [0, 1]
     (loser,) = (text for text, process in zip(shown, both, strict=True) if process.returncode == 1)
-    assert loser == "out.safetensors: exists; use --force to replace it\n"
+    # What belongs to the main name is put in place before it.
+    assert loser in [f"out.{end}: exists; use --force to replace it\n" for end in ("config.json", "safetensors")]
     assert (folder / "out.safetensors").read_bytes() == wide
     assert json.loads((folder / "out.config.json").read_text())["hidden_size"] == 16
     assert {path.name for path in folder.iterdir()} == before | {"out.safetensors", "out.config.json"}
@@ -963,7 +990,7 @@ def test_a_dry_run_writes_nothing(folder: Path) -> None:
     [
         ["missing.safetensors", "out.safetensors"],
         ["in.safetensors", "out.safetensors", "--grow", "hiden=2"],
-        ["in.safetensors", "out.safetensors", "--grow", "heads=2,kv_heads=3"],
+        ["in.safetensors", "out.safetensors", "--grow", "heads=2x,kv_heads=3x"],
         ["in.safetensors", "out.safetensors", "--set", "hidden_size=12"],
         ["in.safetensors", "out.safetensors", "--set", "num_atention_heads=2"],
         ["in.safetensors", "out.safetensors", "--set", "rms_norm_eps.x=1"],
@@ -1100,7 +1127,7 @@ def test_inputs_are_left_alone(folder: Path, model: Path) -> None:
     before = state(folder)
     assert widen(folder, "in.safetensors", "out.safetensors").returncode == 0
     assert widen(folder, "model", "out").returncode == 0
-    assert widen(folder, "model", "other", "--grow", "heads=2,kv_heads=3").returncode == 1
+    assert widen(folder, "model", "other", "--grow", "heads=2x,kv_heads=3x").returncode == 1
     after = {name: found for name, found in state(folder).items() if name.split("/")[0] not in outputs}
     assert after == before
     assert (model / "model.safetensors").is_symlink()

@@ -95,11 +95,52 @@ def check_small_disk(tmp_path: Path) -> None:
         assert (tmp_path / "disk" / "out.safetensors").read_bytes() == b"old"
 
 
+# The system says that there is room, as some network file systems do; the disk itself fills up.
+BOASTING = """
+import os
+real = os.statvfs
+os.statvfs = lambda path: os.statvfs_result((*real(path)[:2], 1 << 30, 1 << 30, 1 << 30, *real(path)[5:]))
+"""
+
+
+def check_disk_that_fills_up(tmp_path: Path) -> None:
+    """The kernel's own refusal in the middle of the third shard: the old folder stays, finished shards are gone on from."""
+    (tmp_path / "work").mkdir()
+    work, disk = tmp_path / "work", tmp_path / "work" / "disk"
+    disk.mkdir()
+    (work / "model").mkdir()
+    save_file({name: value.repeat(4, 0) if value.shape[0] == 16 else value for name, value in llama("F32").items()},
+              work / "model" / "model.safetensors")  # fmt: skip
+    (work / "model" / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 64}))
+    line = ("model", "disk/out", "--max-shard-size", "4KB", "--force")
+    assert widen(work, "model", "whole", "--max-shard-size", "4KB").returncode == 0
+    with small_disk(disk):
+        (disk / "out").mkdir()
+        (disk / "out" / "notes").write_text("mine")
+        (disk / "filler").write_bytes(bytes(44 << 10))
+        done = widen(work, *line, env=under(work, BOASTING))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "the disk is full; " in done.stderr
+        assert "--resume goes on from there" in done.stderr
+        assert [path.name for path in (disk / "out").iterdir()] == ["notes"]
+        (disk / "filler").unlink()
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        again = widen(work, *line, "--resume")
+        assert again.returncode == 0, again.stderr
+        assert "resumed: " in again.stderr
+        assert {path.name: path.read_bytes() for path in (disk / "out").glob("*.safetensors")} == {
+            path.name: path.read_bytes() for path in (work / "whole").glob("*.safetensors")
+        }
+        assert {path.name for path in disk.iterdir()} == {"out"}
+
+
 # Where nothing can be mounted nothing is collected, so that there are no skipped tests.
 test_a_small_disk: Callable[..., None] | None = None
+test_a_disk_that_fills_up_in_truth: Callable[..., None] | None = None
 with tempfile.TemporaryDirectory() as trial, small_disk(Path(trial)) as possible:
     if possible:
         test_a_small_disk = check_small_disk
+        test_a_disk_that_fills_up_in_truth = check_disk_that_fills_up
 
 
 def _as_a_normal_user() -> None:

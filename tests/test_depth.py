@@ -27,7 +27,7 @@ from widen_cli.errors import WidenError
 from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.rebuild import depth
-from widen_cli.rebuild.wish import parse_depth
+from widen_cli.rebuild.layers_wished import parse_depth
 from widen_cli.verification import verify
 from widen_cli.writing import run
 

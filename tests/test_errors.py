@@ -55,7 +55,7 @@ def test_the_file_at_fault_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(options: object) -> None:
         raise PermissionError(13, "Permission denied", "in/a\x1b.json")
 
-    monkeypatch.setattr("widen_cli.cli.prepare", refuse)
+    monkeypatch.setattr("widen_cli.commands.convert.prepare", refuse)
     monkeypatch.setattr("widen_cli.shell._drop_stdout", lambda: None)
     result = CliRunner().invoke(cli, ["in", "out"])
     assert (result.exit_code, result.stderr) == (1, "in/a\\x1b.json: Permission denied\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import families_llama
 import families_older
 import families_wrappers
 import models
+import numpy as np
 import pytest
 import torch
 from families import MODES, Family
@@ -118,7 +120,7 @@ def note(family: Family, variant: str, mode: str, growth: str, dtype: str, found
 
 
 def convert(source: Path, target: Path, growth: str, **options: str) -> Report:
-    asked = {"factor": int(growth[7:])} if growth.startswith("factor=") else {"grow": growth}
+    asked = {"factor": int(growth[7:])} if growth.startswith("factor=") else {"grow": models.by_factors(growth)}
     return run(prepare(Options(input=str(source), output=str(target), **asked, **options)), lambda nbytes: None)
 
 
@@ -179,6 +181,80 @@ def test_what_cannot_grow_is_refused(family: Family, growth: str, word: str, nar
     with pytest.raises(WidenError) as caught:
         convert(narrow.folder(family.name, next(iter(family.variants)), torch.float64), tmp_path / "wide", growth)
     assert word in str(caught.value)
+
+
+TILED = (
+    "albert", "deberta-v2", "modernbert", "gpt_neox", "codegen", "bloom", "falcon_groups", "mixtral", "phi3", "deepseek_v3",
+    "gpt_oss", "rwkv", "t5",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family.name in TILED], ids=lambda family: family.name
+)
+def test_copies_may_lie_axis_after_axis(family: Family, narrow: Narrow, tmp_path: Path) -> None:
+    variant = next(iter(family.variants))
+    source = narrow.folder(family.name, variant, torch.float64)
+    report = convert(source, tmp_path / "wide", "factor=2", layout="tile")
+    wide, before = (
+        models.outputs(tmp_path / "wide", torch.float64, inputs=family.variants[variant].inputs),
+        narrow.outputs(family.name, variant, torch.float64),
+    )
+    scale = float(report.job.plan.scales[str(report.job.plan.output)])
+    untiled = {name: _side_by_side(value, value.shape[-1] // before[name].shape[-1]) for name, value in wide.items()}
+    scales = {name: scale for name in wide if name.endswith("last_hidden_state")}
+    assert models.relative_error(before, untiled, scales) <= EXACT
+
+
+def _side_by_side(tiled: np.ndarray, copies: int) -> np.ndarray:
+    """x0 x1 x0 x1 as x0 x0 x1 x1."""
+    return tiled.reshape(*tiled.shape[:-1], copies, -1).swapaxes(-1, -2).reshape(tiled.shape)
+
+
+TOGETHER = "the model takes neighbours along {} together, so their copies have to stand side by side"
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "growth", "reason"),
+    [
+        ("mamba2", "mamba2", "hidden=2,heads=2", TOGETHER.format("heads")),
+        ("deberta-v2", "deberta_conv_groups", "factor=2", TOGETHER.format("hidden")),
+        (
+            "stablelm",
+            "stablelm_12b",
+            "heads=2,kv_heads=2",
+            "'model.layers.0.self_attn.k_layernorm.norms.0.weight' is numbered by kv_heads, whose copies have neighbouring numbers",
+        ),
+    ],
+)
+def test_neighbours_that_are_taken_together_stay_so(
+    name: str, variant: str, growth: str, reason: str, narrow: Narrow, tmp_path: Path
+) -> None:
+    """Tiled they made another function: groups of other channels, and heads under the norms of others."""
+    source = narrow.folder(name, variant, torch.float64)
+    with pytest.raises(WidenError) as caught:
+        convert(source, tmp_path / "wide", growth, layout="tile")
+    assert caught.value.faults == (f"{source}: layout tile, as asked: {reason}",)
+
+
+def test_what_nothing_makes_is_not_read(tmp_path: Path) -> None:
+    """Whether T5 gates says is_gated_act, whatever feed_forward_proj says; and where it lies, the file shows it."""
+    described = next(family for family in FAMILIES if family.name == "umt5").variants["umt5_token_classification"]
+    ungated = replace(described, config={**described.config, "is_gated_act": False})
+    source = models.save(ungated, tmp_path / "narrow", torch.float64)
+    convert(source, tmp_path / "wide", "intermediate=2")
+    before, after = (
+        models.outputs(tmp_path / one, torch.float64, inputs=described.inputs) for one in ("narrow", "wide")
+    )
+    assert models.relative_error(before, after) <= EXACT
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"is_gated_act": True}))
+    with pytest.raises(WidenError) as caught:
+        convert(source, tmp_path / "lied", "intermediate=2")
+    assert caught.value.faults == (
+        f"{source}: tensor 'transformer.encoder.block.*.layer.1.DenseReluDense.wo.weight' reads product, which no tensor of the "
+        "file makes; what the config says of the model is not so, or the map is that of another",
+    )
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, id=family.name) for family in FAMILIES])

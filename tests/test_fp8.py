@@ -68,7 +68,7 @@ def dequantised(folder: Path, target: Path) -> Path:
 
 
 def widened(source: Path, target: Path, grow: str, **options: Any) -> Report:
-    return run(prepare(Options(str(source), str(target), grow=grow, **options)), lambda nbytes: None)
+    return run(prepare(Options(str(source), str(target), grow=models.by_factors(grow), **options)), lambda nbytes: None)
 
 
 @pytest.mark.parametrize("mode", ["auto", "copy", "sum", "quiet"])

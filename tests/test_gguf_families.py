@@ -18,6 +18,7 @@ import pytest
 from gguf_families import ENCODERS, FAMILIES
 from llama_cpp import log_probabilities
 from llama_cpp_embeddings import hidden_states
+from models import by_factors
 
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
@@ -71,7 +72,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def widened(path: Path, out: Path, mode: str, grow: str | None) -> Job:
-    job = prepare(Options(str(path), str(out), factor=None if grow else 2, grow=grow, scaling=mode))
+    job = prepare(Options(str(path), str(out), factor=None if grow else 2, grow=by_factors(grow), scaling=mode))
     run(job, lambda nbytes: None)
     return job
 

@@ -31,6 +31,7 @@ import pytest
 from gguf.quants import dequantize, quantize
 from gguf_oracle import TEXT, GgufFile, Kind, Repeats, Stored, Values, read
 from llama_cpp import LlamaCppError, LogProbabilities, difference, log_probabilities
+from models import by_factors
 
 import widen_cli
 from widen_cli.convert import prepare
@@ -50,7 +51,7 @@ HIDDEN, FFN = "llama.embedding_length", "llama.feed_forward_length"
 HEADS, KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"
 KEY_SIZE, VALUE_SIZE = "llama.attention.key_length", "llama.attention.value_length"
 
-DOUBLED = "hidden=2,intermediate=2,heads=2,kv_heads=2"
+DOUBLED = "hidden=2x,intermediate=2x,heads=2x,kv_heads=2x"
 TRIPLED = "hidden=3,intermediate=3,heads=3,kv_heads=3"
 MIXED = "hidden=2,intermediate=3,heads=2,kv_heads=2"
 HEADS_ALONE = "hidden=2,intermediate=3,heads=2,kv_heads=1"
@@ -184,7 +185,9 @@ def check_metadata(narrow: GgufFile, wide: GgufFile, law: Law) -> None:
 
 
 def widen(path: Path, out: Path, grow: str, scaling: str = "auto", layout: str = "auto") -> Report:
-    options = Options(input=str(path), output=str(out), grow=grow, scaling=scaling, layout=layout, threads=2)
+    options = Options(
+        input=str(path), output=str(out), grow=by_factors(grow), scaling=scaling, layout=layout, threads=2
+    )
     return run(prepare(options), lambda nbytes: None)
 
 

@@ -25,6 +25,7 @@ from gguf_families import ENCODERS, FAMILIES, Family, Sizes
 from gguf_oracle import GgufFile, read
 from llama_cpp import difference, log_probabilities
 from llama_cpp_embeddings import hidden_states
+from models import by_factors
 from test_gguf_lossless import PROMPTS as TEXTS
 from test_gguf_lossless import cut, divergence, written
 
@@ -138,7 +139,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Narrow:
 
 
 def planned(path: Path, out: Path, grow: str, **options: Any) -> Job:
-    return prepare(Options(str(path), str(out), grow=grow, **options))
+    return prepare(Options(str(path), str(out), grow=by_factors(grow), **options))
 
 
 def widen(path: Path, out: Path, grow: str, **options: Any) -> Report:

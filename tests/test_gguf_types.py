@@ -25,6 +25,7 @@ from gguf.utility import size_label
 from gguf_families import FAMILIES, Family
 from gguf_oracle import GgufFile, Stored, read
 from llama_cpp import difference, log_probabilities
+from models import by_factors
 from safetensors.numpy import save_file
 from test_gguf_lossless import (
     DOUBLED,
@@ -64,7 +65,7 @@ EMBEDDING = "token_embd.weight"
 
 
 def widen(path: Path, out: Path, grow: str, **options: Any) -> Report:
-    return run(prepare(Options(str(path), str(out), grow=grow, threads=2, **options)), lambda nbytes: None)
+    return run(prepare(Options(str(path), str(out), grow=by_factors(grow), threads=2, **options)), lambda nbytes: None)
 
 
 def products(name: str, tensor: Stored, law: Law) -> Array:

@@ -179,7 +179,9 @@ BROKEN: dict[str, tuple[str, str, str, Break]] = {
 
 def widened(variant: str, mode: str, growth: str, folder: Path) -> Job:
     models.save(variant, folder / "narrow")
-    job = prepare(Options(input=str(folder / "narrow"), output=str(folder / "wide"), grow=growth, scaling=mode))
+    job = prepare(
+        Options(input=str(folder / "narrow"), output=str(folder / "wide"), grow=models.by_factors(growth), scaling=mode)
+    )
     run(job, lambda nbytes: None)
     return job
 

@@ -27,19 +27,20 @@ def interrupt(case: str, how: str, *more: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("case", "how", "least", "resumed"),
     [
-        ("file", "kill", 8, 0),
-        ("file --force", "power", 10, 0),
+        ("file", "kill", 12, 0),
+        ("file --force", "power", 16, 0),
         ("file --force", "TERM", 10, 0),
         ("folder", "power", 50, 30),
         ("folder --force", "kill", 55, 30),
         ("parts", "full", 35, 5),
         ("parts --force", "kill", 40, 20),
         ("parts --force", "INT", 40, 15),
+        ("folder and config --force", "kill --last 20", 20, 8),
     ],
 )
 def test_every_step(case: str, how: str, least: int, resumed: int) -> None:
     """At every system call that makes, flushes, renames, notes or removes a file or folder."""
-    told = interrupt(case, how)
+    told = interrupt(case, *how.split())
     assert told["faults"] == []
     assert told["blows"] >= least
     assert told.get("resumed", 0) >= resumed
@@ -61,7 +62,8 @@ def test_random_moments(case: str) -> None:
         ("in place", "file", "kill", "mixed or partial"),
         ("unflushed", "file", "power", "mixed or partial"),
         ("one by one", "file --force", "kill", "mixed or partial"),
-        ("first part first", "parts", "kill", "partial"),
+        ("main first", "parts", "kill", "partial"),
+        ("without note", "file --force", "kill", "not completed"),
         ("trusting", "folder", "power", "with --resume: not the bytes of a run in one go"),
     ],
 )

@@ -98,7 +98,7 @@ def convert(source: Path | str, target: Path | str, growth: str, **options: Any)
     if growth.startswith("factor="):
         options["factor"] = int(growth.removeprefix("factor="))
     else:
-        options["grow"] = growth
+        options["grow"] = models.by_factors(growth)
     return run(prepare(Options(input=str(source), output=str(target), **options)), lambda nbytes: None)
 
 
@@ -504,7 +504,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(widen_cli.__file__).parents[1
 
 @pytest.mark.parametrize("mode", ["copy", "orthogonal"])
 def test_pipes_give_the_bytes_of_the_file(mode: str, single: Path, tmp_path: Path) -> None:
-    options = ("--grow", "hidden=2,intermediate=3,heads=2,kv_heads=1", "--scaling", mode)
+    options = ("--grow", "hidden=2x,intermediate=3x,heads=2x,kv_heads=1x", "--scaling", mode)
     convert(single, tmp_path / "big.safetensors", options[1], scaling=mode)
     config = ("--config", str(tmp_path / "small.config.json"), "--config-out", str(tmp_path / "piped.json"))
     # The pipe's reading end is left to the tool alone, so that cat ends when the tool does.

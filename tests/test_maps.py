@@ -207,6 +207,16 @@ def test_form(write: Callable[..., Path], old: str, new: str, expected: list[str
             "9:59",
             "'hed' is no tensor of this map (did you mean 'head'?)",
         ),
+        ("tensors:", "places: {esp: [a.eps]}\ntensors:", "9:10", "'esp' is no config key of this map (did you mean 'eps'?)"),
+        (
+            "tensors:",
+            "synonyms: {gamma: hed}\ntensors:",
+            "9:19",
+            "'hed' is no end of a tensor's name of this map (did you mean 'head'?)",
+        ),
+        ("{key: hidden_size}", "{key: hidden_size, first: true}", "3:11", "axis 'hidden' has 'first', which goes with several keys"),
+        ("{key: hidden_size}", "{size: 2 * hidden}", "3:3", "the size of axis 'hidden' comes out of itself"),
+        ("norm(hidden, eps)", "norm(hidden, vocab)", "7:23", "an epsilon is a config key or a number, not 'vocab'"),
         pytest.param(
             "tensors:",
             "scalars: {embd: head}\ntensors:",
@@ -1069,6 +1079,41 @@ def test_required_when(planned: Callable[..., Plan]) -> None:
     assert "head" not in factors(planned(text, BLOCK_SHAPES, {"hidden": 2}))
     with pytest.raises(WidenError, match="tensor 'head' is missing"):
         planned(text, BLOCK_SHAPES, {"hidden": 2}, config={"tied": False})
+
+
+@pytest.mark.parametrize(
+    ("condition", "asked"),
+    [
+        ("wide > 3", True),
+        ("wide > 7", False),
+        ("told", True),
+        ("double == 12 and both == 18", True),
+        ("open == 4", True),
+    ],
+)
+def test_a_condition_over_axes_goes_by_their_sizes(
+    planned: Callable[..., Plan], write: Callable[..., Path], condition: str, asked: bool
+) -> None:
+    """By what the config says of them, what follows from that, or what shapes tell; once the head was silently not asked for."""
+    axes = AXES.replace("  one:", "  told: {key: [no_such, hidden]}\n  one:")
+    axes = axes.replace(
+        "  one:", "  wide: {key: hidden}\n  double: {size: 2 * wide}\n  both: {key: none, else: double + wide}\n  one:"
+    )
+    text = BLOCK + "  table: labels -> open\n" + f"  head: {{shape: vocab <- final, when: {condition}}}\n"
+    path = write(axes.replace("  one:", "  open: {key: no_such_key}\n  one:") + text)
+    shapes = {**BLOCK_SHAPES, "table": [3, 4]}
+    headers = [Header(name, STORED["F32"], tuple(shape)) for name, shape in shapes.items()]
+    arguments = (load_map(path), headers, ModelConfig(SIZES, "config.json"), PlanRequest("in", None, {"inner": 2}))
+    if not asked:
+        make_plan(*arguments)
+        return
+    with pytest.raises(WidenError, match="tensor 'head' is missing"):
+        make_plan(*arguments)
+
+
+def test_a_condition_is_over_no_space(write: Callable[..., Path]) -> None:
+    text = TINY.replace("  final: norm(hidden, eps)", "  final: norm(hidden, eps)\n  one: final if final else hidden")
+    assert faults(write(text)) == ["tiny.yaml:8:17: 'final' is a space; a condition is over config keys and axes"]
 
 
 @pytest.mark.parametrize("prefix", ["model.", "", "model.language_model."])

@@ -110,7 +110,7 @@ def error(narrow: Path, wide: Path, behind_the_norm: bool) -> float:
     ],
 )
 def test_the_token_after_next(narrow: Path, tmp_path: Path, mode: str, grow: str, behind_the_norm: bool) -> None:
-    job = prepare(Options(str(narrow), str(tmp_path / "wide"), grow=grow, scaling=mode))
+    job = prepare(Options(str(narrow), str(tmp_path / "wide"), grow=models.by_factors(grow), scaling=mode))
     assert any("more than the config counts, widened all the same: model.layers.2" in text for text in job.warnings)
     run(job, lambda nbytes: None)
     assert error(narrow, tmp_path / "wide", behind_the_norm) < EXACT

@@ -19,7 +19,7 @@ import fuzzing
 import mutations
 import pytest
 
-import widen_cli.cli
+import widen_cli.commands.convert
 from widen_cli.errors import WidenError
 
 SECONDS = float(os.environ.get("WIDEN_FUZZ_SECONDS", "15"))
@@ -78,7 +78,7 @@ def test_changes_change_and_are_the_same_for_a_seed(ending: str) -> None:
 
 def broken(how: str) -> Any:
     """A `prepare` with a fault of its own."""
-    real = widen_cli.cli.prepare
+    real = widen_cli.commands.convert.prepare
 
     def prepare(options: Any) -> Any:
         if how == "crash":
@@ -120,7 +120,7 @@ def broken(how: str) -> Any:
 def test_a_fault_is_seen(how: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: each thing that is looked for is found where it is."""
     case = BY_NAME["single"]
-    monkeypatch.setattr("widen_cli.cli.prepare", broken(how))
+    monkeypatch.setattr("widen_cli.commands.convert.prepare", broken(how))
     data = json.dumps(json.loads((case.folder / "config.json").read_text())).encode()
     fault = fuzzing.judge(case, "config.json", data)
     assert fault is not None
@@ -132,7 +132,7 @@ def test_an_endless_run_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         while True:
             pass
 
-    monkeypatch.setattr("widen_cli.cli.prepare", endless)
+    monkeypatch.setattr("widen_cli.commands.convert.prepare", endless)
     monkeypatch.setattr(fuzzing, "SECONDS", 0.2)
     old = signal.signal(signal.SIGPROF, fuzzing._too_long)
     try:

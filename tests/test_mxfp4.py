@@ -88,7 +88,7 @@ def before(narrow: Path) -> models.Outputs:
 
 
 def widened(source: Path, target: Path, grow: str, **options: Any) -> Report:
-    return run(prepare(Options(str(source), str(target), grow=grow, **options)), lambda nbytes: None)
+    return run(prepare(Options(str(source), str(target), grow=models.by_factors(grow), **options)), lambda nbytes: None)
 
 
 def refused(source: Path, grow: str = TWICE, **options: Any) -> list[str]:
@@ -212,7 +212,7 @@ def test_scales_at_the_ends_of_their_range(narrow: Path, tmp_path: Path) -> None
 
 def test_a_pipe_gives_the_same_bytes(narrow: Path, tmp_path: Path) -> None:
     widened(narrow, tmp_path / "wide", THRICE)
-    command = [sys.executable, "-m", "widen_cli", "-q", "--grow", THRICE, "-", "-"]
+    command = [sys.executable, "-m", "widen_cli", "-q", "--grow", str(models.by_factors(THRICE)), "-", "-"]
     command += ["--config", str(narrow / "config.json"), "--config-out", str(tmp_path / "config.json")]
     stored = (narrow / "model.safetensors").read_bytes()
     piped = subprocess.run(command, input=stored, capture_output=True, check=True).stdout
@@ -245,7 +245,9 @@ def test_verify_names_the_byte(narrow: Path, tmp_path: Path) -> None:
     old = load_file(wide / "model.safetensors")
     code, power = int(old[f"{DOWN}_blocks"][2, 5, 7, 3]), int(old[f"{DOWN}_scales"][1, 0, 0])
     edited(wide, flipped)
-    told = CliRunner().invoke(cli, ["verify", str(narrow), str(wide), "--grow", TWICE], catch_exceptions=False)
+    told = CliRunner().invoke(
+        cli, ["verify", str(narrow), str(wide), "--grow", str(models.by_factors(TWICE))], catch_exceptions=False
+    )
     assert told.exit_code == 3
     assert (
         f"{DOWN}_blocks: 1 of 92160 values differ, the first at [2, 5, 7, 3]: should be {code}, is {code ^ 0x10}"
@@ -290,6 +292,19 @@ def test_other_types(narrow: Path, tmp_path: Path) -> None:
             for name in WEIGHTS
         ),
     ]
+
+
+def test_the_way_back_takes_numbers(narrow: Path, tmp_path: Path) -> None:
+    """It said that the file's blocks were none."""
+    wide = tmp_path / "wide"
+    widened(narrow, wide, TWICE)
+    told = CliRunner().invoke(cli, ["collapse", str(wide), str(tmp_path / "back")], catch_exceptions=False)
+    assert told.exit_code == 1
+    assert told.stderr == (
+        f"{wide}: tensor '{WEIGHTS[0]}_blocks' holds MXFP4 blocks, and means are taken of numbers; save the model as "
+        "numbers from transformers (Mxfp4Config(dequantize=True)) first\n"
+    )
+    assert not (tmp_path / "back").exists()
 
 
 def test_halves_that_do_not_fit(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from widen_cli import placing
+from widen_cli import renames
 from widen_cli.errors import WidenError
 from widen_cli.folders import DirectoryOutput
 from widen_cli.output_checks import check_output, check_space, is_stream
@@ -165,7 +165,9 @@ def test_streams(tmp_path: Path) -> None:
     for target in (tmp_path, tmp_path / "x", "/dev/fd/x", ROOT / "pyproject.toml"):
         assert not is_stream(str(target)), target
     assert faults(tmp_path / "p") == []
-    assert faults(tmp_path / "p", directory=True) == ["is a pipe or a device, but a folder is to be written"]
+    assert faults(tmp_path / "p", directory=True) == [
+        "is a pipe or a device, but a folder is to be written; for one file give a weights file as the input"
+    ]
 
 
 def test_terminal_is_refused() -> None:
@@ -571,7 +573,7 @@ def test_force_replaces_and_keeps_what_is_not_ours(
         raise OSError(errno.EPERM, "Operation not permitted")
 
     if not exchange:
-        monkeypatch.setattr(placing, "_LIBC", _NoExchange())
+        monkeypatch.setattr(renames, "_LIBC", _NoExchange())
     if not hard_links:
         monkeypatch.setattr(os, "link", no_link)
     out = tmp_path / "o"
@@ -637,15 +639,15 @@ def test_any_exception_leaves_the_old_folder(tmp_path: Path, kind: type[BaseExce
 def test_second_rename_that_fails_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old_folder(tmp_path / "o")
     before = content(tmp_path / "o")
-    rename = os.rename
+    replace = os.replace
 
     def fail_for_staging(source: Path, target: Path) -> None:
         if str(source).endswith(".staging/files"):
             raise OSError(errno.EIO, "Input/output error")
-        rename(source, target)
+        replace(source, target)
 
-    monkeypatch.setattr(placing, "_LIBC", _NoExchange())
-    monkeypatch.setattr(os, "rename", fail_for_staging)
+    monkeypatch.setattr(renames, "_LIBC", _NoExchange())
+    monkeypatch.setattr(os, "replace", fail_for_staging)
     with (
         pytest.raises(WidenError, match="cannot be written: Input/output error"),
         DirectoryOutput(tmp_path / "o", force=True) as output,

@@ -21,8 +21,8 @@ from widen_cli.dtypes import STORED, DType
 from widen_cli.errors import WidenError
 from widen_cli.maps import catalog_map, load_map
 from widen_cli.plan import Plan, PlanRequest, make_plan
-from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.text import plan_json, plan_text
+from widen_cli.plan.wishes import parse_grow
 from widen_cli.plan.written import WrittenTypes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -187,7 +187,7 @@ def test_attention_without_rotary_positions_grows_by_head_size_unless_that_would
     [
         ("hidden=3", {"hidden": 3, "intermediate": 2, "heads": 2, "kv_heads": 2}),
         ("intermediate=1", {"hidden": 2, "heads": 2, "kv_heads": 2}),
-        ("kv_heads=4", {"hidden": 2, "intermediate": 2, "heads": 2, "kv_heads": 4}),
+        ("kv_heads=4x", {"hidden": 2, "intermediate": 2, "heads": 2, "kv_heads": 4}),
         ("heads=2,kv_heads=1", {"hidden": 2, "intermediate": 2, "heads": 2}),
     ],
 )
@@ -230,7 +230,13 @@ def test_hidden_is_heads_times_head_size(
 
 @pytest.mark.parametrize(
     "grow",
-    ["hidden=2,heads=2,head_dim=2", "hidden=3,heads=2", "hidden=1,heads=2", "hidden=1,head_dim=2", "hidden=2,heads=4"],
+    [
+        "hidden=2,heads=2,head_dim=2",
+        "hidden=3,heads=2",
+        "hidden=1,heads=2",
+        "hidden=1,head_dim=2",
+        "hidden=4,heads=2,head_dim=1",
+    ],
 )
 def test_what_a_config_ties_together_cannot_be_torn_apart(grow: str) -> None:
     assert faults(gpt2(), GPT2, grow) == [
@@ -247,15 +253,22 @@ def test_what_a_config_ties_together_cannot_be_torn_apart(grow: str) -> None:
             "--grow hiden: map 'llama' has no such axis (did you mean 'hidden'?); it has hidden, intermediate, heads, "
             "kv_heads, head_dim",
         ),
-        ("vocab=2", "--grow vocab: 'vocab' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim"),
-        ("rotary=2", "--grow rotary: 'rotary' cannot grow; these can: hidden, intermediate, heads, kv_heads, head_dim"),
+        (
+            "vocab=2",
+            "--grow vocab: 'vocab' is only padded, to less than twice its size; these can grow: hidden, intermediate, heads, "
+            "kv_heads, head_dim",
+        ),
+        (
+            "rotary=2",
+            "--grow rotary: 'rotary' cannot grow; these can grow: hidden, intermediate, heads, kv_heads, head_dim",
+        ),
         (
             "hidden=2,heads=3",
             "in: the wide model would have heads 18, hidden 24, and 'llama' needs hidden % heads == 0; choose other "
             "factors with --grow",
         ),
         (
-            "hidden=4,heads=4,kv_heads=3",
+            "hidden=4,heads=4x,kv_heads=3x",
             "in: the wide model would have heads 24, kv_heads 9, and 'llama' needs heads % kv_heads == 0; choose other "
             "factors with --grow",
         ),
@@ -270,25 +283,6 @@ def test_all_refused_axes_are_named() -> None:
         "--grow hiden",
         "--grow vocab",
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "piece"),
-    [("hidden", "hidden"), ("hidden=", "hidden="), ("=2", "=2"), ("hidden=0", "hidden=0"), ("hidden=-1", "hidden=-1"),
-     ("hidden=1.5", "hidden=1.5"), ("hidden=two", "hidden=two"), ("hidden=2,", ""), ("hidden=2;heads=2", "hidden=2;heads=2")],
-)  # fmt: skip
-def test_grow_that_cannot_be_read(text: str, piece: str) -> None:
-    with pytest.raises(WidenError) as caught:
-        parse_grow(text)
-    assert caught.value.faults == (
-        f"--grow {text}: '{piece}' is no axis=factor with a whole factor from 1 to 65536; write for example hidden=2,intermediate=3",
-    )
-
-
-def test_grow_that_can_be_read() -> None:
-    assert parse_grow(" hidden = 2, heads=13 ") == {"hidden": 2, "heads": 13}
-    with pytest.raises(WidenError, match=r"^--grow a=2,a=3: 'a' stands twice$"):
-        parse_grow("a=2,a=3")
 
 
 # Sizes: from the config, from shapes, from --set.
@@ -352,6 +346,25 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     assert faults(llama(), LLAMA | {"num_attention_heads": 5}, factor=2)[0] == (
         "in: config.json: head_dim: hidden / heads = 12 / 5 is no whole number"
     )
+
+
+TWO_HEADS = "config.json: n_head is 3 and num_attention_heads is 6, which both hold 'heads'"
+
+
+@pytest.mark.parametrize(
+    ("changes_of", "text"),
+    [
+        ({"num_attention_heads": 6}, f"{TWO_HEADS}; the model's library reads one of them: let both say what it is"),
+        ({"num_attention_heads": 3, "hidden_size": 12}, None),
+        ({"num_attention_heads": None}, None),
+        ({"n_ctx": 1024}, None),  # positions never grow, and their table says how many there are
+    ],
+)
+def test_keys_of_one_axis_agree(changes_of: Config, text: str | None) -> None:
+    if text is None:
+        assert changes(planned(gpt2(), GPT2 | changes_of, factor=2)).keys() >= {"n_embd"}
+    else:
+        assert faults(gpt2(), GPT2 | changes_of, factor=2) == [f"in: {text}"]
 
 
 def test_a_missing_layer_is_named() -> None:
@@ -949,6 +962,7 @@ def test_json_has_an_object_for_each_tensor() -> None:
         "new_shape": [12, 24],
         "factors": [{"text": "1/2", "value": 0.5}],
         "copies_are_zero": False,
+        "filled": [],
         "dtype": "F32",
         "new_dtype": "F32",
         "exactness": "exact",

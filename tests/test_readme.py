@@ -54,9 +54,18 @@ def test_usage_block(tmp_path: Path) -> None:
         "wide.safetensors",
         "wide.config.json",
     } <= written
+    configs = {
+        name: json.loads((tmp_path / f"demo/{name}/config.json").read_text())
+        for name in ("sized", "again", "alike", "mixed")
+    }
+    assert configs["sized"] == configs["again"]
+    assert configs["alike"]["intermediate_size"] == configs["mixed"]["intermediate_size"] == 240
+    assert "41760 parameters now, 500000 wanted:\n" in done.stdout
     assert {"wide/model.safetensors", "wide/config.json", "piped.safetensors"} <= written
     assert (tmp_path / "piped.safetensors").read_bytes() == (tmp_path / "wide.safetensors").read_bytes()
     assert json.loads((tmp_path / "demo/mixed/config.json").read_text())["intermediate_size"] == 240
+    assert json.loads((tmp_path / "demo/deep/config.json").read_text())["num_hidden_layers"] == 4
+    assert json.loads((tmp_path / "demo/larger/config.json").read_text())["hidden_size"] == 64
 
 
 def test_gguf_block(tmp_path: Path) -> None:

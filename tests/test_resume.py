@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 from interruptions import inputs, visible
 
-from widen_cli import output_checks, placing, quota
+from widen_cli import output_checks, quota, renames
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
+from widen_cli.hidden import hidden_sibling
 from widen_cli.jobs import Report
 from widen_cli.journal import Finished, Identity, Journal, left_by_dead_runs
+from widen_cli.moves import Moves, settle
 from widen_cli.options import Options
 from widen_cli.output_checks import check_space
 from widen_cli.placing import Placement, put_in_place, signals_held
@@ -170,14 +172,35 @@ def test_other_options_and_another_input_are_refused(here: Path) -> None:
     cut_short()
     tail = "make that the same again, or leave --resume out to begin anew"
     where = f"--resume: what {here / left()} holds"
-    for changed in ({"factor": 3}, {"max_shard_size": "3KB"}, {"scaling": "sum"}):
+    for changed, asked in (
+        ({"factor": 3}, "--factor 3 --max-shard-size 2KB"),
+        ({"max_shard_size": "3KB"}, "--max-shard-size 3KB"),
+        ({"dtype": "F64"}, "--dtype F64 --max-shard-size 2KB"),
+        (
+            {"scaling": "sum", "settings": ("rms_norm_eps=0.5",)},
+            "--scaling sum --set rms_norm_eps=0.5 --max-shard-size 2KB",
+        ),
+    ):
         assert refused(replace(OPTIONS, resume=True, **changed)) == (
-            f"{where} was made with other options or another config; {tail}",
+            f"{where} was made with other options: --max-shard-size 2KB, where this run has {asked}; {tail}",
         )
+    journal = left() / "journal"
+    whole = journal.read_text()
+    first, *rest = whole.splitlines()
+    journal.write_text("\n".join([json.dumps({**json.loads(first), "made": "of another config"}), *rest, ""]))
+    assert refused(replace(OPTIONS, resume=True)) == (f"{where} was made with another config or map; {tail}",)
+    journal.write_text(whole)
     os.utime("model/model.safetensors")
     assert refused(replace(OPTIONS, resume=True)) == (
         f"{where} was made of another input: the size or time of model.safetensors differs; {tail}",
     )
+
+
+def test_the_same_in_other_words_is_the_same(here: Path, whole: dict[str, str]) -> None:
+    cut_short()
+    notes = widen(replace(OPTIONS, resume=True, factor=2, max_shard_size="2000")).notes
+    assert notes[0].startswith("resumed: 2 of 3 files, ")
+    assert output(here) == whole
 
 
 def test_another_version_is_refused(here: Path) -> None:
@@ -344,19 +367,96 @@ def placements(here: Path) -> list[Placement]:
 @pytest.mark.parametrize("exchange", [True, False])
 def test_several_are_replaced_together(here: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
     if not exchange:
-        monkeypatch.setattr(placing, "_LIBC", _NoExchange())
-    put_in_place(placements(here))
+        monkeypatch.setattr(renames, "_LIBC", _NoExchange())
+    with put_in_place(placements(here)):
+        pass
     assert [(here / name).read_text() for name in ("a", "b")] == ["new a", "new b"]
     assert list(here.glob(".*")) == []
 
 
 def test_an_error_brings_all_the_old_ones_back(here: Path) -> None:
     blocked = Placement(here / "new c", here / "blocked" / "x", "c", False)
-    with pytest.raises(WidenError, match=r"^c: exists; use --force to replace it$"):
-        put_in_place([*placements(here), blocked])
+    refused = pytest.raises(WidenError, match=r"^c: exists; use --force to replace it$")
+    with refused, put_in_place([*placements(here), blocked]):
+        pass
     assert [(here / name).read_text() for name in ("a", "b")] == ["old a", "old b"]
     assert [(here / f"new {name}").read_text() for name in ("a", "b", "c")] == ["new a", "new b", "new c"]
     assert list(here.glob(".*")) == []
+
+
+def begun(here: Path) -> Path:
+    """Two files of which the old ones are aside and one is in, as a killed run leaves them; the note of it."""
+    first, second = placements(here)
+    moves = Moves.begin([(each.staged, each.real, each.name, True) for each in (first, second)])
+    for each in moves.each:
+        each.set_aside()
+    moves.each[1].place()
+    os.close(moves.fd)
+    return moves.note
+
+
+def staged_as_runs_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, with names that a run gives."""
+    real = placements
+
+    def hidden(where: Path) -> list[Placement]:
+        made = [replace(each, staged=hidden_sibling(each.real, "tmp")) for each in real(where)]
+        for each in made:
+            (where / f"new {each.name}").rename(each.staged)
+        return made
+
+    monkeypatch.setitem(globals(), "placements", hidden)
+    return begun(here)
+
+
+@pytest.mark.parametrize("asked", ["a", "b"])
+def test_what_was_begun_is_completed_by_whoever_names_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    staged_as_runs_do(here, monkeypatch)
+    assert not (here / "a").exists()
+    assert not settle(here / "another")
+    assert settle(here / asked, look=True)
+    assert not (here / "a").exists()
+    assert settle(here / asked)
+    assert [(here / name).read_text() for name in ("a", "b")] == ["new a", "new b"]
+    assert list(here.glob(".*")) == []
+    assert not settle(here / asked)
+
+
+def test_what_was_changed_since_is_left_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = staged_as_runs_do(here, monkeypatch)
+    (here / "a").write_text("somebody else's")
+    before = sorted(os.listdir(here))
+    with pytest.raises(WidenError) as refused:
+        settle(here / "a")
+    assert refused.value.faults == (
+        f"{here / 'a'}: an interrupted run had begun to put it in place, and {here / 'a'} has been changed since; "
+        f"remove {note}, which notes what waits under which name, to leave it so",
+    )
+    assert (sorted(os.listdir(here)), (here / "a").read_text()) == (before, "somebody else's")
+
+
+def test_what_cannot_be_completed_is_taken_back(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged_as_runs_do(here, monkeypatch)
+    (waiting,) = here.glob(".a.*.tmp")
+    waiting.unlink()
+    assert settle(here / "b")
+    assert [(here / name).read_text() for name in ("a", "b")] == ["old a", "old b"]
+    assert not list(here.glob(".*.placing"))
+
+
+@pytest.mark.parametrize("key", ["staged", "old"])
+def test_a_note_from_elsewhere_moves_nothing_but_names_of_runs(
+    here: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    note = staged_as_runs_do(here, monkeypatch)
+    told = json.loads(note.read_text())
+    told[0][key] = "new c"
+    note.write_text(json.dumps(told))
+    before = sorted(os.listdir(here))
+    assert not settle(here / "a")
+    assert sorted(os.listdir(here)) == before
 
 
 def test_a_signal_waits_for_the_end_of_what_is_held() -> None:
@@ -379,3 +479,90 @@ def test_the_journal_holds_names_that_are_no_text(here: Path) -> None:
     Journal(staging, made, [finished]).close()
     (found,) = left_by_dead_runs(here / "out")
     assert (found.identity, found.finished) == (made, (finished,))
+
+
+def test_a_signal_while_a_file_is_noted_leaves_note_and_file(
+    here: Path, whole: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A note without its file would be told as one that somebody changed."""
+    flush, flushed = os.fsync, 0
+
+    def interrupting(fd: int) -> None:
+        nonlocal flushed
+        flush(fd)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/journal"):
+            flushed += 1
+            if flushed == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(os, "fsync", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        widen(OPTIONS)
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    (kept,) = left_by_dead_runs(here / "out")
+    assert [each.name for each in kept.finished] == SHARDS[:2]
+    assert sorted(path.name for path in (kept.path / "files").iterdir()) == SHARDS[:2]
+    nbytes = kept.nbytes
+    resumed = widen(replace(OPTIONS, resume=True))
+    assert resumed.notes == (f"resumed: 2 of 3 files, {nbytes} bytes, were finished and are unchanged",)
+    assert output(here) == whole
+
+
+@pytest.mark.parametrize("name", ["../../other", "/other", "a/b", "", ".", "..", "a\0b"])
+def test_a_noted_name_that_is_none_of_a_file_in_the_folder_counts_as_not_noted(here: Path, name: str) -> None:
+    cut_short()
+    journal = left() / "journal"
+    line = json.loads(journal.read_text().splitlines()[1])
+    journal.write_text(journal.read_text() + json.dumps(line | {"name": name}) + "\n" + "[" * 100_000 + "\n")
+    (here / "other").write_bytes(b"mine")
+    assert len(widen(replace(OPTIONS, resume=True)).notes) == 1
+    assert (here / "other").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_stands_for_a_finished_file_and_is_none_is_made_anew(here: Path, whole: dict[str, str], kind: str) -> None:
+    cut_short()
+    file = left() / "files" / SHARDS[0]
+    moved = file.rename(here / "out-in-one-go" / "moved")
+    if kind == "link":
+        file.symlink_to(moved)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    notes = widen(replace(OPTIONS, resume=True)).notes
+    assert notes[0] == f"{SHARDS[0]}: was not what the interrupted run had written; it was made anew"
+    assert notes[1].startswith("resumed: 1 of 3 files, ")
+    assert output(here) == whole
+
+
+def test_a_folder_of_finished_files_that_is_a_link_is_not_taken_over(here: Path, whole: dict[str, str]) -> None:
+    cut_short()
+    moved = (left() / "files").rename(here / "out-in-one-go" / "moved")
+    (moved.parent / "link").symlink_to(moved)
+    (moved.parent / "link").rename(left() / "files")
+    assert widen(replace(OPTIONS, resume=True)).notes == ()
+    assert not (here / "out").is_symlink()
+    assert output(here) == whole
+
+
+@pytest.mark.parametrize("options", [OPTIONS, replace(OPTIONS, max_shard_size=None)])
+def test_an_input_that_is_written_to_while_it_is_read_is_refused(here: Path, options: Options) -> None:
+    """Half of it may have been read before. What is finished is no use: another time, another input."""
+    before, done = os.stat("model/model.safetensors"), 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += 1
+        if done == 10:
+            flipped(here / "model" / "model.safetensors")
+            os.utime("model/model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+    with pytest.raises(WidenError) as caught:
+        run(prepare(options), progress)
+    assert caught.value.faults == (
+        "model/model.safetensors: was changed while it was read; run this again when nothing writes to it",
+    )
+    assert not (here / "out").exists()
+    assert run(prepare(options), lambda nbytes: None).counts

@@ -137,7 +137,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Narrow:
 
 
 def planned(source: Path, target: Path, grow: str, **options: Any) -> Job:
-    return prepare(Options(str(source), str(target), grow=grow, **options))
+    return prepare(Options(str(source), str(target), grow=models.by_factors(grow), **options))
 
 
 def widen(source: Path, target: Path, grow: str, **options: Any) -> Job:
@@ -484,6 +484,11 @@ def yarn_beyond(config: Config) -> None:
     config["rope_parameters"] |= {"rope_theta": 10.0, "original_max_position_embeddings": 4096}
 
 
+def stale(config: Config) -> None:
+    """A size of heads that DeepSeek-V3 goes by and the library of others sets anew."""
+    config["head_dim"] = 3
+
+
 def two_fifths(config: Config) -> None:
     """Of 6 values 0.4 is 2, of 12 it is 4, of 18 it is 7."""
     config["rope_parameters"]["partial_rotary_factor"] = 0.4
@@ -521,6 +526,7 @@ KEYS = "in/config.json: rope_parameters."
 TEN = "is no list of 10 numbers, one for each rotary pair of a head"
 FRACTION = "0 <= head_dim * partial_rotary_factor - rotated < 1"
 TIED = "hidden == heads * head_dim; give factors that keep both sides equal, or leave one out, so that it follows"
+BOTH = "which both hold 'rotated'; the model's library reads one of them: let both say what it is"
 PARTS = "query_dim == head_dim + rotated"
 REFUSED: list[tuple[str, Edit | None, str, str | None, str]] = [
     ("llama-plain", dynamic, "head_dim=2", None, cannot(NTK)),
@@ -533,6 +539,7 @@ REFUSED: list[tuple[str, Edit | None, str, str | None, str]] = [
     ("phi3", two_fifths, "head_dim=3", None, needs("head_dim 18, rotated 6", "phi3", FRACTION)),
     ("gpt_neox", a_quarter, "hidden=2,head_dim=2", None, needs("rotary 4, rotated 6", "gpt_neox", "2 * rotary <= rotated + 1")),
     ("phi3_longrope", None, "hidden=1,head_dim=2", None, f"--grow hidden=1,head_dim=2: 'phi3' needs {TIED}"),
+    ("deepseek_v3", stale, "head_dim=2", None, f"in: in/config.json: qk_rope_head_dim is 4 and head_dim is 3, {BOTH}"),
     ("deepseek_v3", None, "rotated=2", None, needs("head_dim 6, query_dim 10, rotated 8", "deepseek_v3", PARTS)),
     ("llama-longrope-long", short_list, "head_dim=2", None, f"{KEYS}long_factor {TEN}"),
     ("llama-plain", no_base, "head_dim=2", "theta", f"{KEYS}rope_theta is 'large', where a positive number is needed"),
@@ -545,6 +552,58 @@ def test_what_cannot_be_exact_is_refused(
     narrow: Narrow, tmp_path: Path, name: str, edit: Edit | None, grow: str, way: str | None, text: str
 ) -> None:
     assert refusal(narrow(name, edit), tmp_path / "wide", grow, rope=way) == [text]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "minicpm3"])
+def test_a_key_that_the_library_does_not_read_may_be_stale(narrow: Narrow, tmp_path: Path, name: str) -> None:
+    source = narrow(name, stale)
+    job = widen(source, tmp_path / "wide", "head_dim=2")
+    assert config_of(tmp_path / "wide")["head_dim"] == config_of(tmp_path / "wide")["qk_rope_head_dim"] == 8
+    assert error(name, source, tmp_path / "wide", job) <= EXACT
+
+
+# Where a base is small, YaRN's ramp ends behind the last pair and is cut off there, by the head size.
+CUT_OFF: list[tuple[str, tuple[str, ...], Config, str]] = [
+    ("llama-plain", ("rope_parameters",), {"original_max_position_embeddings": 300}, "head_dim=2"),
+    ("llama-plain", ("rope_parameters",), {}, "head_dim=2"),  # the config's max_position_embeddings then
+    ("gemma3_text", ("rope_parameters", "full_attention"), {"original_max_position_embeddings": 300}, "head_dim=2"),
+    ("gemma3_text", ("rope_parameters", "sliding_attention"), {"original_max_position_embeddings": 300}, "head_dim=2"),
+    ("modernbert", ("rope_parameters", "full_attention"), {"original_max_position_embeddings": 300}, "hidden=2,head_dim=2"),
+    ("modernbert", ("rope_parameters", "sliding_attention"), {}, "hidden=2,head_dim=2"),
+    ("modernbert", ("rope_scaling",), {"original_max_position_embeddings": 300}, "hidden=2,head_dim=2"),
+    ("llava", ("text_config", "rope_parameters"), {"original_max_position_embeddings": 300}, "head_dim=2"),
+    ("one-pair", ("rope_parameters",), {"original_max_position_embeddings": 4096}, "head_dim=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "at", "more", "grow"), CUT_OFF)
+def test_yarn_that_is_cut_off_is_rightly_refused(
+    tmp_path: Path, name: str, at: tuple[str, ...], more: Config, grow: str
+) -> None:
+    one_pair = Variant("LlamaForCausalLM", {**LLAMA, "head_dim": 2})
+    variant = one_pair if name == "one-pair" else variant_of(name)
+    source = models.save(variant, tmp_path / "narrow", torch.float64)
+
+    def yarn(config: Config) -> None:
+        *path, last = at
+        inner = config
+        for key in path:
+            inner = inner[key]
+        if last == "rope_scaling":
+            del config["rope_parameters"]
+        inner[last] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 4.0, **more}
+        config["max_position_embeddings"] = config.get("max_position_embeddings", 64) if more else 300
+
+    rewritten(source, yarn)
+    (text,) = refusal(source, tmp_path / "wide", grow)
+    assert f"'head_dim' cannot grow exactly: {RAMP}" in text
+    family = {"llama-plain": "llama", "one-pair": "llama"}.get(name, name)
+    unguarded = re.sub(r"    theta: (>-\n.*\n.*\n|.*\n)", "    theta: true\n", map_text(family))
+    (tmp_path / "mine.yaml").write_text(unguarded)
+    job = widen(source, tmp_path / "wide", grow, map=str(tmp_path / "mine.yaml"), rope="theta")
+    before, after = (models.outputs(tmp_path / one, torch.float64, inputs=variant.inputs) for one in ("narrow", "wide"))
+    scale = float(job.plan.scales[str(job.plan.output)])
+    assert models.relative_error(before, after, {"last_hidden_state": scale}) > CLEAR
 
 
 def test_a_head_of_one_value_has_no_pair(tmp_path: Path) -> None:

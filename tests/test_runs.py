@@ -474,6 +474,10 @@ def test_what_is_no_number_is_never_the_same(value: float) -> None:
     (verdict,) = judged(narrow, wide, {"logits": Bound(1e9, 1e9)}, {})
     assert not verdict.same
     assert "NaN" not in json.dumps(verdict.as_json())
+    assert str(verdict).endswith("; not finite: 0 of 27 values of the narrow model, 1 of the wide one")
+    (same,) = judged(wide, wide, {"logits": Bound(1e9, 1e9)}, {})
+    assert str(same).endswith("; not finite: 1 of 27 values of the narrow model, 1 of the wide one")
+    assert (same.as_json()["narrow_not_finite"], same.as_json()["wide_not_finite"]) == (1, 1)
 
 
 def test_other_shapes_and_outputs_differ() -> None:

@@ -165,7 +165,7 @@ def test_blocks_cover_each_output_row_once_and_in_order(rows: Growth, limit: int
             assert block.row == row
             for old in range(block.run.start, block.run.stop):
                 for copy in range(block.run.each):
-                    zero = block.run.zero or (block.run.first_only and copy > 0)
+                    zero = block.run.filled or copy >= block.run.live
                     assert (old, block.run.scale, zero) == expected_rows[row]
                     row += 1
     assert row == len(expected_rows) == rows.new

@@ -623,6 +623,10 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: healthy().replace(b"x/data.pkl", b"x/data.txt"),
         "is a zip file, but none of PyTorch: it has no data.pkl; give the file that torch.save wrote",
     ),
+    "packed": (
+        lambda: zipped(b"", {}).replace(b"x/data.pkl", b"a.gguf".rjust(10, b"x")),
+        "is a zip file with 'xxxxa.gguf' in it; unpack it, and give what it holds",
+    ),
     "big": (
         lambda: zipped(one_tensor(0, (1,), (1,)), {"0": bytes(24)}, byteorder=b"big"),
         f"was saved with the byte order 'big', only little is read; {RESAVE}",

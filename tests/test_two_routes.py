@@ -32,7 +32,7 @@ import sentencepiece
 import torch
 from gguf_oracle import GgufFile, read
 from llama_cpp import LogProbabilities, difference, log_probabilities
-from models import VARIANTS, Variant, build
+from models import VARIANTS, Variant, build, by_factors
 from test_gguf_lossless import SMOLLM
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -192,7 +192,9 @@ def spoken(narrow: NarrowModels) -> Callable[[str, str, str], LogProbabilities]:
 
 
 def widen(path: Path, out: Path, scaling: str, grow: str | None, factor: int | None = None) -> None:
-    options = Options(input=str(path), output=str(out), grow=grow, factor=factor, scaling=scaling, threads=1)
+    options = Options(
+        input=str(path), output=str(out), grow=by_factors(grow), factor=factor, scaling=scaling, threads=1
+    )
     run(prepare(options), lambda nbytes: None)
 
 

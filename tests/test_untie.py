@@ -72,7 +72,9 @@ def narrow(folders: Path, name: str) -> Path:
 
 
 def widen(source: Path | str, target: Path, grow: str | None = None, **options: object) -> Job:
-    asked = Options(str(source), str(target), factor=None if grow else 2, grow=grow, untie=True, **options)  # type: ignore[arg-type]
+    asked = Options(
+        str(source), str(target), factor=None if grow else 2, grow=models.by_factors(grow), untie=True, **options
+    )  # type: ignore[arg-type]
     job = prepare(asked)
     run(job, lambda nbytes: None)
     return job

@@ -131,14 +131,14 @@ def test_convert_verifies_what_it_wrote(narrow: Path, tmp_path: Path, monkeypatc
     result = command("convert", narrow, tmp_path / "wide", "--verify", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["verification"]["same"] is True
-    real = widen_cli.cli.run
+    real = widen_cli.commands.convert.run
 
     def spoiled(*arguments: Any) -> Any:
         report = real(*arguments)
         edited(tmp_path / "again", lambda tensors: tensors[UP].__setitem__((3, 4), 7))
         return report
 
-    monkeypatch.setattr(widen_cli.cli, "run", spoiled)
+    monkeypatch.setattr(widen_cli.commands.convert, "run", spoiled)
     result = command("convert", narrow, tmp_path / "again", "--verify")
     assert result.exit_code == 3
     assert "1 of 15360 values differ, the first at [3, 4]: should be" in result.stderr
@@ -179,6 +179,23 @@ def test_every_fault_is_named(narrow: Path, wide: Path) -> None:
     assert (result["same"], len(result["differences"])) == (False, 6)
 
 
+def test_a_value_in_a_section_of_the_config_is_named_by_its_place(narrow: Path, tmp_path: Path) -> None:
+    config = json.loads((narrow / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 500.0, "deep": {"list": [1, 2], "none": None}}
+    (narrow / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    wide = tmp_path / "wide"
+    widened(narrow, wide)
+    config = json.loads((wide / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 501.0, "deep": {"list": [1, 3], "none": None, "more": 1}}
+    (wide / "config.json").write_text(json.dumps(config | {"beside": 1}))
+    assert told(narrow, wide) == [
+        'rope_parameters.rope_type: should be "default", is missing',
+        "rope_parameters.rope_theta: should be 500.0, is 501.0",
+        "rope_parameters.deep.list: should be [1, 2], is [1, 3]",
+        "rope_parameters.deep.more: should not be there",
+    ]
+
+
 def test_a_gguf_block_and_key_are_named(tmp_path: Path) -> None:
     narrow = write_tiny(tmp_path / "in.gguf", Tiny(kinds=(Kind.Q4_K,), layers=1))
     wide = tmp_path / "out.gguf"
@@ -213,12 +230,30 @@ def test_without_a_record(narrow: Path, wide: Path) -> None:
     check(narrow, wide, "--factor", "2", "--scaling", "orthogonal")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"tool": 1}', '{"tool":"9","said":{"later":1},"factors":{}}'])
-def test_a_record_that_cannot_be_read(narrow: Path, wide: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "by"),
+    [
+        ("", ""),
+        ("[]", ""),
+        ("{", ""),
+        ('{"tool": 1}', ""),
+        ('{"tool":"0.1.0","said":{"later":1},"factors":{}}', ""),
+        ('{"tool":"9","said":{"later":1},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"scaling":"later"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"dtype":"F2"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"embedding_type":"F2"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"layout":"later"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"rope":"later"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"grow":"hidden=x"},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2,"settings":["x"]},"factors":{}}', ", by version 9,"),
+        ('{"tool":"9","said":{"factor":2},"factors":{"hidden":0}}', ", by version 9,"),
+    ],
+)
+def test_a_record_that_cannot_be_read(narrow: Path, wide: Path, text: str, by: str) -> None:
     file = wide / "model.safetensors"
     save_file(load_file(file), file, metadata={"format": "pt", "widen_ckpt": text})
     assert told(narrow, wide, code=1) == [
-        "what it records of how it was made cannot be read by this version (0.1.0); "
+        f"what it records of how it was made{by} cannot be read by this version (0.1.0); "
         "give the options of the conversion, such as --factor 2"
     ]
     check(narrow, wide, "--factor", "2", "--scaling", "orthogonal")

@@ -34,7 +34,9 @@ def open_adapter(given: str, base: str) -> Checkpoint:
             source.close()
             raise
         files = (Path(given), Path(base))
-        return Checkpoint(given, header.tensors, header.metadata, none, none, None, None, files, (), adapter=True)
+        return _no_model(
+            Checkpoint(given, header.tensors, header.metadata, none, none, None, None, files, (), adapter=True)
+        )
     directory = open_directory(Path(given))
     shards = (Path(given), *(Path(given, shard) for shard in directory.shards), Path(base))
     warnings = directory.warnings
@@ -42,10 +44,20 @@ def open_adapter(given: str, base: str) -> Checkpoint:
         warnings += (
             f"{printable(str(directory.config_path))}: not copied, the config of a model is no part of an adapter",
         )
-    return Checkpoint(
+    return _no_model(Checkpoint(
         given, directory.tensors, directory.metadata, none, none, None, directory, shards, warnings, directory.faults,
         adapter=True,
-    )  # fmt: skip
+    ))  # fmt: skip
+
+
+def _no_model(adapter: Checkpoint) -> Checkpoint:
+    """The adapter. Raises WidenError for a model that is given as one."""
+    names = [tensor.name for tensor in adapter.tensors]
+    if names and not any(is_lora(name) or name.startswith(PREFIX) for name in names):
+        raise WidenError(
+            f"{printable(adapter.name)}: is a model, not a LoRA adapter (it has '{printable(names[0])}'); leave --base out"
+        )
+    return adapter
 
 
 def refuse_alone(checkpoint: Checkpoint) -> None:

@@ -42,7 +42,8 @@ class Checkpoint:
     `config` holds what `--set` adds to `found_config`.
     `gguf` is the model of a GGUF file, whose metadata is its config. `directory` is None for a single file or a pipe;
     `files` are the inputs that no output may touch. `faults` are those of shards that cannot be read; with them the model
-    can be looked at and not widened. `adapter`: what PEFT adds to a model, not a model.
+    can be looked at and not widened. `adapter`: what PEFT adds to a model, not a model. `stored` are the input's own
+    tensors, where `tensors` are made of them.
     """
 
     name: str
@@ -57,10 +58,11 @@ class Checkpoint:
     faults: tuple[str, ...] = ()
     gguf: GgufModel | None = None
     adapter: bool = False
+    stored: tuple[StoredTensor, ...] = ()
 
     @property
     def sequential(self) -> bool:
-        return any(tensor.source.sequential for tensor in self.tensors)
+        return any(source.sequential for source in self.sources())
 
     @property
     def record(self) -> str | None:
@@ -78,16 +80,20 @@ class Checkpoint:
         return replace(self, gguf=replace(self.gguf, header=replace(self.gguf.header, values=values)))
 
     def sources(self) -> list[Source]:
-        return list({id(tensor.source): tensor.source for tensor in self.tensors}.values())
+        """The sources of the input's own tensors, each once."""
+        return list({id(tensor.source): tensor.source for tensor in self.stored or self.tensors}.values())
 
     def read_to_end(self) -> None:
-        """Of a pipe, reads what follows the last tensor that was needed; WidenError where that is cut short or too long."""
+        """Of a pipe, reads what follows the last tensor that was needed; WidenError where that is cut short or too long, or
+        where a file is not what it was when it was opened."""
         for source in self.sources():
+            if isinstance(source, FileSource):
+                source.expect_unchanged()
             if isinstance(source, PipeSource):
                 if self.gguf is not None:
                     expect_end(source, self.gguf.header)
                     continue
-                source.read(max(source.position, source.promised), 0)
+                source.read(max(tensor.offset + tensor.nbytes for tensor in self.stored or self.tensors), 0)
                 source.expect_end()
 
     def close(self) -> None:

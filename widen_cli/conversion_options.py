@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ParamSpec
 
 import click
@@ -11,9 +12,16 @@ from widen_cli.config import parse_settings
 from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError
 from widen_cli.map_checks import ROPE_METHODS
-from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
+from widen_cli.plan.filling import COPY, FILLS
+from widen_cli.plan.growth import FACTOR_LIMIT
+from widen_cli.plan.layer_growth import parse_growth
+from widen_cli.plan.layouts import LAYOUTS
 from widen_cli.plan.modes import MODES
-from widen_cli.rebuild.wish import parse_depth
+from widen_cli.proposals import parse_params
+from widen_cli.rebuild.layers_wished import parse_depth
+from widen_cli.rebuild.options import EXPERT_OPTIONS
+from widen_cli.recipes import recipe_option
+from widen_cli.records import NUMBERS
 
 P = ParamSpec("P")
 
@@ -44,17 +52,42 @@ def readable(parse: Callable[[Any], object]) -> Callable[[click.Context, click.P
     return check
 
 
+class _Factor(click.IntRange):
+    """The factor of the whole width; what is none is told what is possible instead."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            text = f"'{value}' is no whole number from 2 to {FACTOR_LIMIT}; --grow says by how much single axes grow"
+            raise click.BadParameter(text, ctx, param) from None
+
+
 CONVERSION = (
     click.option(
         "--factor",
-        type=click.IntRange(min=2, max=FACTOR_LIMIT),
+        type=_Factor(min=2, max=FACTOR_LIMIT),
         help="Grow the model's width by this whole number, as its family does by default.  [default: 2]",
     ),
     click.option(
         "--grow",
-        callback=readable(parse_grow),
-        metavar="AXIS=N,...",
-        help="Grow single axes, such as hidden=2,intermediate=3,heads=2. Without --factor the others stay.",
+        callback=readable(parse_growth),
+        metavar="AXIS=WISH,...",
+        help="Grow single axes, by a factor (hidden=2x, 1.5x), to a size (hidden=5120), by so many more (heads=+4) or to the "
+        "next multiple (intermediate=round:256, 2x:round:256). Without --factor the others stay. "
+        "intermediate=2x@8-15 is for layers 8 to 15.",
+    ),
+    click.option(
+        "--like",
+        metavar="MODEL",
+        help="Grow every axis to the size it has in another model: its config.json, its folder, or a GGUF. --grow beside it "
+        "sets single axes.",
+    ),
+    click.option(
+        "--target-params",
+        callback=readable(parse_params),
+        metavar="NUMBER",
+        help="Grow to about so many parameters, such as 1.3B or 350M. --dry-run lists the nearest growths.",
     ),
     click.option(
         "--depth",
@@ -82,12 +115,12 @@ CONVERSION = (
     ),
     click.option(
         "--dequantize",
-        type=click.Choice(["F32", "F16"], case_sensitive=False),
+        type=click.Choice(NUMBERS, case_sensitive=False),
         help="Of a GGUF: write quantised blocks as numbers of this type.",
     ),
     click.option(
         "--embedding-type",
-        type=click.Choice(["F32", "F16"], case_sensitive=False),
+        type=click.Choice(NUMBERS, case_sensitive=False),
         help="Of a GGUF: write quantised embedding tables in this type, where their block scales would round.",
     ),
     click.option(
@@ -117,7 +150,7 @@ CONVERSION = (
     click.option("--strip-prefix", metavar="TEXT", help="Take this prefix off the tensor names, such as _orig_mod."),
     click.option(
         "--layout",
-        type=click.Choice(["auto", "interleave", "tile"]),
+        type=click.Choice(LAYOUTS),
         default="auto",
         show_default=True,
         help="Where copies go: side by side, or an axis as a whole after itself. Quantised blocks may need the latter.",
@@ -133,11 +166,36 @@ CONVERSION = (
         is_flag=True,
         help="Write a head that is tied to the embedding as a tensor of its own, and say so in the config.",
     ),
+    *EXPERT_OPTIONS,
+    click.option(
+        "--fill",
+        type=click.Choice(FILLS),
+        default=COPY,
+        show_default=True,
+        help="What new units are where a size is no multiple: copies that share the work, or units with zero output weights, "
+        "themselves copies (zero) or drawn from their matrix (random).",
+    ),
+    click.option(
+        "--fill-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what --fill random draws."
+    ),
 )
 
 
 def conversion_options(command: Callable[P, None]) -> Callable[P, None]:
-    """The command with every option that says how a wide model is made."""
+    """The command with every option that says how a wide model is made, and with a recipe of them."""
+    command = recipe_option(conversion_params())(command)
     for option in reversed(CONVERSION):
         command = option(command)
     return command
+
+
+@cache
+def conversion_params() -> tuple[click.Parameter, ...]:
+    """The options themselves, in their order."""
+
+    def nothing() -> None: ...
+
+    for option in reversed(CONVERSION):
+        option(nothing)
+    found: list[click.Parameter] = nothing.__click_params__  # type: ignore[attr-defined]
+    return tuple(reversed(found))

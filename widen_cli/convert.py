@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
+from widen_cli.aims import aimed
 from widen_cli.checkpoint import Checkpoint, Choice, check_settings, choose_map, open_checkpoint
 from widen_cli.companions import companions_of
 from widen_cli.config import ModelConfig, parse_settings
@@ -23,10 +24,10 @@ from widen_cli.maps import map_from_text
 from widen_cli.options import Options
 from widen_cli.output_checks import check_output
 from widen_cli.plan import Plan, PlanRequest, check_names, make_plan, unread_epsilons
-from widen_cli.plan.growth import parse_grow
+from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.result import EXACT, ConfigChange
 from widen_cli.plan.written import WrittenTypes
-from widen_cli.rebuild import deepened
+from widen_cli.rebuild import deepened, refuse_depth, refuse_experts, upcycled, with_layers
 from widen_cli.records import Record, Was
 from widen_cli.resuming import identity_of, to_resume
 from widen_cli.shards import output_shards
@@ -44,6 +45,8 @@ def prepare(options: Options) -> Job:
         request = _request(options)
         checkpoint = _opened(options, request.settings, faults)
         refused.callback(checkpoint.close)
+        options, aim = aimed(options, checkpoint, request)
+        request = _request(options)
         config_target = config_target_of(options, checkpoint, directory)
         doubts = Faults() if options.dry_run else faults
         check_targets(options, checkpoint, config_target, directory, doubts)
@@ -56,18 +59,29 @@ def prepare(options: Options) -> Job:
         with doubts.collecting():
             leftover, told = to_resume(options, identity, directory)
         with doubts.collecting():
-            check_parts(options, checkpoint, shards, directory, leftover)
+            check_parts(options, checkpoint, shards, directory)
             check_room(options, shards, companions, leftover)
         if not faults.texts:
             refused.pop_all()
     config = _changed_config(checkpoint.config, plan)
-    warnings = (*checkpoint.warnings, *doubtful, *plan.warnings)
+    warnings = (*checkpoint.warnings, *(aim.doubts if aim and not options.dry_run else ()), *doubtful, *plan.warnings)
     if options.named:
         warnings += told
         warnings += unsaved(plan, checkpoint, config_target, options, directory)
         warnings += tuple(doubts.texts) if options.dry_run else ()
     return Job(
-        options, checkpoint, plan, shards, config, config_target, directory, companions, warnings, identity, leftover
+        options,
+        checkpoint,
+        plan,
+        shards,
+        config,
+        config_target,
+        directory,
+        companions,
+        warnings,
+        identity,
+        leftover,
+        aim,
     )
 
 
@@ -75,8 +89,9 @@ def _planned(
     options: Options, checkpoint: Checkpoint, request: PlanRequest, faults: Faults
 ) -> tuple[Checkpoint, Plan, tuple[str, ...]]:
     """The input with its map's part of the config, its plan, and what is doubtful about either."""
+    refuse_experts(options)
+    refuse_depth(options)
     if options.base is not None:
-        _refuse_depth(options)
         plan, told = plan_with_base(
             checkpoint, options.base, options.config, options.map, options.strip_prefix, request
         )
@@ -90,24 +105,29 @@ def _planned(
     if checkpoint.faults:
         check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
         raise WidenError(*checkpoint.faults)
-    unread = () if options.map is None else unread_epsilons(architecture, checkpoint.config, options.map)
-    if options.depth:
-        check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
+    source, made = architecture, None
     view = deepened(checkpoint, architecture, choice.root, options.depth, options.allow_approximate)
     checkpoint = view.of(checkpoint) if view is not None else checkpoint
+    if options.experts is not None:
+        made = upcycled(options, checkpoint, choice)
+        checkpoint, architecture = made.checkpoint, made.architecture
+        request = replace(request, times=made.times)
+    target = made.architecture if made else None
+    if request.layers:
+        checkpoint, architecture = with_layers(options, checkpoint, architecture, request.layers)
+        target = architecture if architecture is not source else None
+    unread = () if options.map is None else unread_epsilons(source, checkpoint.config, options.map)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
+    if made is not None:
+        plan = replace(plan, made_of=made.kind, notes=(made.note, *plan.notes))
     plan = _described(plan, checkpoint, options)
     plan = view.planned(plan) if view is not None else plan
     check_equal(checkpoint, plan)
-    return _recorded(options, checkpoint, plan, architecture), plan, (*choice.warnings, *unread)
-
-
-def _refuse_depth(options: Options) -> None:
-    if options.depth:
-        raise WidenError(
-            f"--depth {options.depth[0]}: an adapter's layers are those of its base; a deeper base takes one that is trained on it, "
-            "or merge the adapter into its base first"
-        )
+    return (
+        _recorded(options, checkpoint, plan, source, target),
+        plan,
+        (*choice.warnings, *unread),
+    )
 
 
 def chosen_map(options: Options, checkpoint: Checkpoint) -> Choice:
@@ -120,13 +140,19 @@ def chosen_map(options: Options, checkpoint: Checkpoint) -> Choice:
     )
 
 
-def _recorded(options: Options, checkpoint: Checkpoint, plan: Plan, architecture: ArchitectureMap | None) -> Checkpoint:
+def _recorded(
+    options: Options,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    architecture: ArchitectureMap | None,
+    target: ArchitectureMap | None = None,
+) -> Checkpoint:
     """The input with the record of this run in the metadata that is carried over."""
     found = checkpoint.found_config.within(checkpoint.config.inside)
     # A GGUF's metadata take no settings.
     settings = () if checkpoint.gguf else parse_settings(options.settings)
     was = Was.of(plan, found, _changed_config(checkpoint.config, plan), settings)
-    record = Record.of(options, plan, architecture, checkpoint.record, was)
+    record = Record.of(options, plan, architecture, checkpoint.record, was, target)
     return checkpoint.with_record(record.text)
 
 
@@ -153,14 +179,23 @@ def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Check
 
 
 def _request(options: Options) -> PlanRequest:
-    grow = parse_grow(options.grow) if options.grow is not None else {}
-    factor = options.factor if options.says_growth else 2
+    grow, layers = parse_growth(options.grow) if options.grow is not None else ({}, ())
+    factor = 2 if options.grows_by_default else options.factor
     asked = (options.dtype, options.dequantize, options.embedding_type)
     types = WrittenTypes(*(STORED[name] if name else None for name in asked))
     name = "standard input" if options.input == "-" else options.input
     settings = parse_settings(options.settings)
     asked_of = (options.scaling, types, settings, options.layout, options.rope)
-    return PlanRequest(name, factor, grow, *asked_of, untie=options.untie)
+    return PlanRequest(
+        name,
+        factor,
+        grow,
+        *asked_of,
+        untie=options.untie,
+        layers=layers,
+        fill=options.fill,
+        seed=options.fill_seed,
+    )
 
 
 def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from widen_cli.scales import ONE, Scale
+
+
+class Fill(Enum):
+    """What stands where no copy does: zeros, the mean of the values along the dimension, or values drawn from their row."""
+
+    ZERO = "zero"
+    MEAN = "mean"
+    RANDOM = "random"
 
 
 @dataclass(frozen=True)
 class Copies:
     """`size` old positions, each standing `copies` times in a row, each followed by what `inner` makes of it.
 
-    `first_only`: only the first of the copies holds the values, the others are used as zero.
+    `first_only`: only the first of the copies holds the values, the others are used as zero. `kept`: so many of the copies
+    hold them (0: all), and what the others hold says `fill`.
     `scale` multiplies every value; it is read at the leaves, where `inner` is None.
     """
 
@@ -24,6 +34,13 @@ class Copies:
     first_only: bool = False
     scale: Scale = ONE
     inner: Growth | None = None
+    kept: int = 0
+    fill: Fill = Fill.ZERO
+
+    @property
+    def live(self) -> int:
+        """How many of the copies hold the values."""
+        return 1 if self.first_only else self.kept or self.copies
 
     @property
     def old(self) -> int:
@@ -56,7 +73,7 @@ Growth = Copies | Laid
 class Run:
     """Old positions [start, stop) in order, each `each` times in a row, times `scale`.
 
-    `first_only`: the copies after the first are zero. `zero`: all of them are.
+    `live`: how many of the copies hold the values; with `filled` none does. The others hold what `fill` says.
     `again`: these positions came before, in an earlier copy of what lies around them.
     """
 
@@ -64,9 +81,10 @@ class Run:
     stop: int
     each: int
     scale: Scale
-    first_only: bool = False
-    zero: bool = False
+    live: int = 1
+    filled: bool = False
     again: bool = False
+    fill: Fill = Fill.ZERO
 
 
 def leaf_scales(growth: Growth) -> Iterator[Scale]:
@@ -98,11 +116,12 @@ def inverted(growth: Growth) -> Growth:
     return replace(growth, scale=growth.scale**-1)
 
 
-def silent(growth: Growth) -> bool:
-    """Whether some of the copies are zero."""
+def fills(growth: Growth) -> set[Fill]:
+    """What stands where no copy does; empty where all are copies."""
     if isinstance(growth, Laid):
-        return any(silent(part) for part in growth.parts)
-    return growth.first_only or (growth.inner is not None and silent(growth.inner))
+        return set().union(*(fills(part) for part in growth.parts))
+    own = {growth.fill} if growth.live < growth.copies else set()
+    return own | (fills(growth.inner) if growth.inner is not None else set())
 
 
 def runs(growth: Growth) -> list[Run]:
@@ -117,7 +136,7 @@ def _runs(growth: Growth) -> Iterator[Run]:
             yield from (_shifted(run, at) for run in _runs(part))
             at += part.old
     elif growth.inner is None:
-        yield Run(0, growth.size, growth.copies, growth.scale, growth.first_only)
+        yield Run(0, growth.size, growth.copies, growth.scale, growth.live, fill=growth.fill)
     else:
         yield from _outer_runs(growth, runs(growth.inner), growth.inner.old)
 
@@ -128,9 +147,9 @@ def _outer_runs(growth: Copies, inner: list[Run], step: int) -> Iterator[Run]:
         return
     for position in range(growth.size):
         for copy in range(growth.copies):
-            zero = growth.first_only and copy > 0
             for run in inner:
-                yield replace(_shifted(run, position * step), zero=run.zero or zero, again=run.again or copy > 0)
+                moved = replace(_shifted(run, position * step), again=run.again or copy > 0)
+                yield moved if copy < growth.live else replace(moved, filled=True, fill=growth.fill)
 
 
 def _shifted(run: Run, by: int) -> Run:
@@ -143,12 +162,13 @@ def nested(outer: Growth, inner: Growth) -> Growth:
         return Laid(tuple(nested(part, inner) for part in outer.parts))
     if outer.inner is not None:
         return replace(outer, inner=nested(outer.inner, inner))
-    return replace(outer, scale=ONE, inner=_times(inner, outer.scale))
+    return replace(outer, scale=ONE, inner=times(inner, outer.scale))
 
 
-def _times(growth: Growth, scale: Scale) -> Growth:
+def times(growth: Growth, scale: Scale) -> Growth:
+    """The same growth with every leaf's scale multiplied."""
     if isinstance(growth, Laid):
-        return Laid(tuple(_times(part, scale) for part in growth.parts))
+        return Laid(tuple(times(part, scale) for part in growth.parts))
     if growth.inner is not None:
-        return replace(growth, inner=_times(growth.inner, scale))
+        return replace(growth, inner=times(growth.inner, scale))
     return replace(growth, scale=growth.scale * scale)

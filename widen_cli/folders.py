@@ -11,10 +11,11 @@ from pathlib import Path, PurePosixPath
 from typing import Never, Self
 
 from widen_cli.errors import printable
-from widen_cli.journal import FILES, Finished, Identity, Journal, Leftover, claim, remove_leftover_folders
+from widen_cli.hidden import flush_folder, hidden_sibling
+from widen_cli.journal import FILES, JOURNAL, Finished, Identity, Journal, Leftover, claim, remove_leftover_folders
 from widen_cli.output_checks import refusing
 from widen_cli.outputs import FileOutput, commit
-from widen_cli.placing import Placement, flush_folder, hidden_sibling
+from widen_cli.placing import Placement
 
 
 class Staging:
@@ -74,7 +75,6 @@ class Staging:
         if self._leftover is None or self._identity is None:
             return {}, ()
         with refusing(self.name, self._real.parent):
-            self._bring_back(self._leftover.finished)
             kept = {each.name: each for each in self._leftover.finished if each.is_in(self._files, progress)}
             self._clear(kept)
             checked = Journal(self._staging, self._identity, tuple(kept.values()))
@@ -82,9 +82,6 @@ class Staging:
                 self._journal.close()
             self._journal = checked
         return kept, tuple(each.name for each in self._leftover.finished if each.name not in kept)
-
-    def _bring_back(self, finished: Sequence[Finished]) -> None:
-        """Takes back what the interrupted run had put in place without coming to an end."""
 
     def open(self, name: str, nbytes: int | None = None) -> FileOutput:
         """The output of one file in the folder, to be used with `with`; `name` may have sub-folders."""
@@ -119,6 +116,8 @@ class Staging:
 
     def placed(self) -> None:
         self.committed = True
+        # What is placed is nothing to be resumed.
+        (self._staging / JOURNAL).unlink(missing_ok=True)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -197,10 +196,7 @@ class DirectoryOutput(Staging):
 
 
 class PartsOutput(Staging):
-    """Numbered files that stand beside `target` only when they are committed: the first of them last.
-
-    So whatever opens them by the first finds all of them or none.
-    """
+    """Numbered files that stand beside `target` only when they are committed: the first, by which they are opened, last."""
 
     def __init__(
         self,
@@ -217,18 +213,11 @@ class PartsOutput(Staging):
         self._files = self._staging / FILES
         self._names = tuple(names)
 
-    def _bring_back(self, finished: Sequence[Finished]) -> None:
-        for each in finished:
-            placed = self._real.with_name(each.name)
-            missing = not (self._files / each.name).exists() and not placed.is_symlink()
-            if missing and each.is_in(placed.parent, lambda _: None):
-                os.rename(placed, self._files / each.name)
-
     def finish(self) -> list[Placement]:
         if self.committed:
             return []
         placements = []
-        for name in reversed(self._names):
+        for name in self._names:
             real = Path(os.path.realpath(self._real.with_name(name)))
             if self._force and real.exists():
                 (self._files / name).chmod(stat.S_IMODE(real.stat().st_mode) & 0o777)

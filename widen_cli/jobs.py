@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from widen_cli.aims import Aim
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.config import ModelConfig
 from widen_cli.journal import Identity, Leftover
@@ -23,7 +24,7 @@ class Job:
 
     `config_target` is where the config goes if not into the output folder; `companions` are the folder's other files, to
     be copied or with their new content. `identity` is that of a run that can be resumed later, `leftover` the interrupted
-    run that this one goes on from.
+    run that this one goes on from. `aim`: how the growth was found that another model, or a number of parameters, means.
     """
 
     options: Options
@@ -37,6 +38,7 @@ class Job:
     warnings: tuple[str, ...]
     identity: Identity | None = None
     leftover: Leftover | None = None
+    aim: Aim | None = None
 
     @property
     def nbytes(self) -> int:

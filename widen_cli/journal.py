@@ -6,21 +6,21 @@ one that a file is finished, with the hash of every piece of it. A line that was
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from widen_cli.placing import leftovers, lives
+from widen_cli.hidden import leftovers, lives, locked
+from widen_cli.placing import signals_held
 
 JOURNAL = "journal"
 FILES = "files"  # the folder beside it in which the finished files are
@@ -30,7 +30,8 @@ _READ = 4 << 20
 class Identity(BaseModel):
     """What a run makes, and of what: only a run with the same gives the same bytes.
 
-    `made` is a hash of the plan, `inputs` has the size and the time of change, in nanoseconds, of every file read.
+    `made` is a hash of the plan, `inputs` has the size and the time of change, in nanoseconds, of every file read. `asked` are
+    the options in words, to be told: they may be written otherwise and mean the same.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,6 +39,18 @@ class Identity(BaseModel):
     tool: str
     made: str
     inputs: dict[str, tuple[int, int]]
+    asked: str = ""
+
+    def is_that_of(self, other: Identity) -> bool:
+        """Whether both make the same of the same."""
+        return (self.tool, self.made, self.inputs) == (other.tool, other.made, other.inputs)
+
+
+def _plain(name: str) -> str:
+    """Refuses what does not name a file in the folder: one elsewhere, or none at all."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(name)
+    return name
 
 
 class Finished(BaseModel):
@@ -45,15 +58,17 @@ class Finished(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
+    name: Annotated[str, AfterValidator(_plain)]
     nbytes: int
     pieces: tuple[tuple[int, int, str], ...]
     counts: dict[str, tuple[int, int, int]]
 
     def is_in(self, folder: Path, progress: Callable[[int], None]) -> bool:
-        """Whether the folder has this file with these bytes; it is read in pieces."""
-        with suppress(OSError), open(folder / self.name, "rb", buffering=0) as file:
-            return os.fstat(file.fileno()).st_size == self.nbytes and self._whole and self._has(file, progress)
+        """Whether the folder has this file with these bytes; it is read in pieces. What is no file of its own is not one."""
+        with suppress(OSError), open(folder / self.name, "rb", buffering=0, opener=_opened_itself) as file:
+            found = os.fstat(file.fileno())
+            own = stat.S_ISREG(found.st_mode) and found.st_size == self.nbytes
+            return own and self._whole and self._has(file, progress)
         return False
 
     @property
@@ -100,15 +115,6 @@ class Leftover:
             return (self.path / FILES / each.name).stat().st_size
         return 0
 
-    def has_placed(self, name: str, target: Path) -> bool:
-        """Whether the run, of which several files were to be put in place, had come to this one."""
-        with suppress(OSError):
-            return any(
-                each.name == name and not self.size(each) and target.stat().st_size == each.nbytes
-                for each in self.finished
-            )
-        return False
-
 
 class Journal:
     """The journal of a run that lives: it is locked, which tells other runs so. OSError when the system refuses."""
@@ -118,7 +124,7 @@ class Journal:
         temporary = folder / f"{JOURNAL}.new"
         self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            _lock(self._fd)
+            locked(self._fd)
             for line in (identity, *finished):
                 self._write(line)
             os.fsync(self._fd)
@@ -129,10 +135,11 @@ class Journal:
             raise
 
     def add(self, finished: Finished) -> None:
-        """Notes a file that has been flushed."""
-        self._write(finished)
-        os.fsync(self._fd)
-        self.finished[finished.name] = finished
+        """Notes a file that has been flushed. A signal waits for the whole of it: what is noted is not removed again."""
+        with signals_held():
+            self._write(finished)
+            self.finished[finished.name] = finished
+            os.fsync(self._fd)
 
     def _write(self, line: BaseModel) -> None:
         # Not model_dump_json, which refuses a tensor's name that is no text; json escapes it.
@@ -157,7 +164,7 @@ def claim(leftover: Leftover, staging: Path) -> int | None:
     """Makes a leftover this run's own, as `staging`: the lock, to be closed later; None where another run was faster."""
     with suppress(OSError):
         fd = os.open(leftover.path / JOURNAL, os.O_RDWR | os.O_CLOEXEC)
-        if _lock(fd):
+        if locked(fd):
             with suppress(OSError):
                 os.rename(leftover.path, staging)
                 return fd
@@ -173,16 +180,23 @@ def remove_leftover_folders(real: Path, finished_too: bool) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _opened_itself(path: str, flags: int) -> int:
+    """Opens a file, but neither what a link points to nor a pipe, for which it would wait."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def _read(staging: Path) -> Leftover | None:
     try:
         with open(staging / JOURNAL, "rb") as file:
             lines = [line for line in file if line.endswith(b"\n")]
         identity = Identity.model_validate(json.loads(lines[0]))
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError, RecursionError):
+        return None
+    if (staging / FILES).is_symlink():
         return None
     finished: dict[str, Finished] = {}
     for line in lines[1:]:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             each = Finished.model_validate(json.loads(line))
             finished[each.name] = each
     return Leftover(staging, identity, tuple(finished.values()))
@@ -195,16 +209,7 @@ def _in_use(staging: Path, pid: int) -> bool:
     except OSError:
         return lives(pid)
     try:
-        free = _lock(fd)
+        free = locked(fd)
     finally:
         os.close(fd)
     return lives(pid) if free is None else not free
-
-
-def _lock(fd: int) -> bool | None:
-    """Whether the lock could be had; None where the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return True

@@ -16,6 +16,8 @@ FORMULA_FUNCTIONS = (*HOMOGENEOUS, *NOT_HOMOGENEOUS, *POSITIONS, "norm", "sqrt")
 CONDITION_FUNCTIONS = ("is_class", "has")
 # How heads grow under rotary positions: old pairs stay where they are and the base is raised; old pair j goes to r*j; or
 # every pair stands r times and numbers in a tensor divide the frequencies.
+# What a norm does besides dividing: nothing (the root of the mean square), or it subtracts the mean first.
+NORMS = ("rms", "layer")
 ROPE_METHODS = ("theta", "spread", "frequencies")
 
 Fault = tuple[str, int]
@@ -57,7 +59,8 @@ class SpaceFormula:
         yield from self.expression(node.args[0])
         for epsilon in node.args[1:]:
             number = isinstance(epsilon, ast.Constant) and isinstance(epsilon.value, int | float)
-            if not number and not isinstance(epsilon, ast.Name | ast.Attribute):
+            key = isinstance(epsilon, ast.Name | ast.Attribute) and dotted(epsilon) not in self.spaces
+            if not number and not key:
                 yield self.fault(f"an epsilon is a config key or a number, not '{ast.unparse(epsilon)}'", epsilon)
 
     def expression(self, node: ast.expr) -> Iterator[Fault]:
@@ -72,6 +75,9 @@ class SpaceFormula:
             case ast.UnaryOp(op=ast.USub()):
                 yield from self.expression(node.operand)
             case ast.IfExp():
+                for name in ast.walk(node.test):
+                    if isinstance(name, ast.Name) and name.id in self.spaces - self.axes:
+                        yield self.fault(f"'{name.id}' is a space; a condition is over config keys and axes", name)
                 yield from self.expression(node.body)
                 yield from self.expression(node.orelse)
             case ast.Call(func=function):

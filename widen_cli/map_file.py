@@ -20,6 +20,18 @@ VALUES_LIMIT = 100_000  # aliases of aliases grow without bound; a real map has 
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What a YAML file is called in messages, and what it has to be; `texts`: its scalars are read as they are written."""
+
+    name: str
+    form: str
+    texts: bool = False
+
+
+MAP = Kind("map", "a map is a YAML mapping of sections; see `widen-ckpt maps llama` for one")
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a value stands; prints as `file:line:column`, both counted from 1."""
 
@@ -55,26 +67,28 @@ class MapData:
         return self.keys.get(path) or self.place(path)
 
 
-def read_map_data(path: Path, shown: str) -> MapData:
+def read_map_data(path: Path, shown: str, kind: Kind = MAP) -> MapData:
     """The YAML mapping in `path`. Raises WidenError with `shown:line:column` for what is no such thing."""
     if path.exists() and not path.is_file():
-        raise WidenError(f"{printable(shown)}: cannot read the map: it is no regular file")
+        raise WidenError(f"{printable(shown)}: cannot read the {kind.name}: it is no regular file")
     try:
         with path.open("rb") as file:
             data = file.read(MAP_LIMIT + 1)
         text = "" if len(data) > MAP_LIMIT else data.decode()
     except OSError as error:
-        raise WidenError(f"{printable(shown)}: cannot read the map: {error.strerror}") from None
+        raise WidenError(f"{printable(shown)}: cannot read the {kind.name}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise WidenError(f"{printable(shown)}: the map is not UTF-8 text; is it the right file for --map?") from None
+        raise WidenError(
+            f"{printable(shown)}: the {kind.name} is not UTF-8 text; is it the right file for --{kind.name}?"
+        ) from None
     if len(data) > MAP_LIMIT:
         raise WidenError(
-            f"{printable(shown)}: the map has more than {MAP_LIMIT} bytes; is it the right file for --map?"
+            f"{printable(shown)}: the {kind.name} has more than {MAP_LIMIT} bytes; is it the right file for --{kind.name}?"
         )
-    return parse_map_data(text, printable(shown))
+    return parse_map_data(text, printable(shown), kind)
 
 
-def parse_map_data(text: str, shown: str) -> MapData:
+def parse_map_data(text: str, shown: str, kind: Kind = MAP) -> MapData:
     """As `read_map_data`, for a text."""
     try:
         loader = _Loader(text)
@@ -97,18 +111,19 @@ def parse_map_data(text: str, shown: str) -> MapData:
     except RecursionError:
         raise WidenError(f"{shown}: the YAML is nested too deeply") from None
     if not isinstance(node, yaml.MappingNode):
-        raise WidenError(f"{shown}:1:1: a map is a YAML mapping of sections; see `widen-ckpt maps llama` for one")
+        raise WidenError(f"{shown}:1:1: {kind.form}")
     data = MapData({})
     try:
-        data.value = _Builder(shown, data).build(node, ())
+        data.value = _Builder(shown, data, kind.texts).build(node, ())
     except RecursionError:
         raise WidenError(f"{shown}: the YAML is nested too deeply") from None
     return data
 
 
 class _Builder:
-    def __init__(self, shown: str, data: MapData) -> None:
+    def __init__(self, shown: str, data: MapData, texts: bool) -> None:
         self.shown = shown
+        self.texts = texts
         self.data = data
         self.scalars = yaml.constructor.SafeConstructor()
         self.open: set[int] = set()
@@ -151,6 +166,8 @@ class _Builder:
         return built
 
     def scalar(self, node: Any) -> Any:
+        if self.texts:
+            return node.value
         try:
             value = self.scalars.construct_object(node)
         except (yaml.YAMLError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -16,13 +17,21 @@ BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a weight that is sto
 
 @dataclass(frozen=True)
 class Axis:
-    """A size that may grow: the config keys that may hold it, or the formula that gives it."""
+    """A size that may grow: the config keys that may hold it, or the formula that gives it.
+
+    `padded`: new positions are no copies but rows that nothing is looked up in, as of a vocabulary.
+    `first`: the model reads the first of the keys that is there, whatever the others say. `grouped`: where this holds the
+    model takes neighbours along the axis together, so that copies have to stand side by side.
+    """
 
     name: str
     keys: tuple[str, ...]
     size: Formula | None
     otherwise: Formula | None
     fixed: bool
+    padded: bool = False
+    first: bool = False
+    grouped: Formula | None = None
 
     @property
     def computed(self) -> bool:
@@ -140,6 +149,46 @@ class Depth:
 
 
 @dataclass(frozen=True)
+class Upcycle:
+    """How dense models become mixtures of experts of this map's kind.
+
+    `sources` are the dense families, each with what their configs mean that leave a key out; `axis` is the dense axis of
+    which an expert has all or a slice. `sizes` says of config keys that they hold `experts`, `top_k`, `slice` or `whole`,
+    `config` which values the others have; `classes` are model classes, by patterns of the dense ones. `weights` are the
+    experts' tensors by the dense ones they are copies of, `shared` those of the shared expert; `routers` and `gates` are
+    made, the latter never of zeros. `without` are dense tensors that experts have no place for, `needs` tensors that the
+    model must have, `refuses` what of a dense config cannot be said; `normalised`: the chosen experts' weights sum to 1.
+    """
+
+    sources: dict[str, dict[str, Any]]
+    axis: str
+    sizes: dict[str, str]
+    config: dict[str, Any]
+    classes: dict[str, str]
+    weights: dict[str, str]
+    shared: dict[str, str]
+    routers: tuple[str, ...]
+    gates: tuple[str, ...]
+    without: tuple[str, ...]
+    needs: tuple[str, ...]
+    refuses: tuple[tuple[Formula, str], ...]
+    normalised: bool
+    place: Place
+
+    def key_of(self, what: str) -> str:
+        """The config key of a size, such as `experts`."""
+        return next(key for key, held in self.sizes.items() if held == what)
+
+
+@dataclass(frozen=True)
+class Layered:
+    """Axes whose sizes may differ from layer to layer, and the families that become this one where they are to."""
+
+    axes: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
@@ -147,7 +196,8 @@ class ArchitectureMap:
     `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
-    a weight makes, by the weight's name. `todo` is what is not decided yet, with its places: such a map widens nothing.
+    a weight makes, by the weight's name. `norms` says by an axis, or by "" for all others, which norm runs over it.
+    `todo` is what is not decided yet, with its places: such a map widens nothing.
     `merged` is the document itself, with what it extends.
     """
 
@@ -174,10 +224,18 @@ class ArchitectureMap:
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rope: Rope | None = None
     depth: Depth = field(default_factory=Depth)
+    upcycle: Upcycle | None = None
+    layered: Layered | None = None
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
+    norms: dict[str, str] = field(default_factory=dict)
     todo: tuple[tuple[str, Place], ...] = ()
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def layered_from(self) -> tuple[str, ...]:
+        """The families that become this one where layers are to differ."""
+        return self.layered.sources if self.layered else ()
 
     def has_last(self, repeated: str) -> bool:
         """Whether a rule names the last of repeated layers, `layers.-1.` of `layers.*`."""
@@ -197,6 +255,12 @@ class ArchitectureMap:
                 words = (word for word in space.formula.words if word != name)
                 name = next((word for word in words if word in self.spaces or word in self.axes), "")
         return self.axes[name]
+
+
+def says_tied(tied: Iterable[Tie]) -> Iterator[str]:
+    """The keys by which transformers ties weights, where the ties of a map go by them."""
+    for tie in tied:
+        yield from (word for word in tie.when.words if word.rpartition(".")[2] == "tie_word_embeddings")
 
 
 LAST = "-1"  # in the place of a layer's number, the last of them

@@ -26,6 +26,9 @@ class AxisSection(_Section):
     size: str | int | None = None
     otherwise: str | int | None = Field(default=None, alias="else")
     fixed: bool = False
+    padded: bool = False
+    first: bool = False
+    grouped: str | bool | None = None
 
 
 class TensorSection(_Section):
@@ -47,6 +50,16 @@ class GrowthSection(_Section):
     width: list[str]
     heads: list[str] = []
     head_dim: str | list[str] | None = None
+
+    @property
+    def named(self) -> list[str]:
+        """The axes of a head's size, the first of all that others follow."""
+        return [self.head_dim] if isinstance(self.head_dim, str) else self.head_dim or []
+
+    @property
+    def head_dims(self) -> tuple[str | None, tuple[str, ...]]:
+        """The axis of a head's size, and those that grow with it."""
+        return next(iter(self.named), None), tuple(self.named[1:])
 
 
 class ReasonSection(_Section):
@@ -81,6 +94,27 @@ class DepthSection(_Section):
     fixed: list[ReasonSection] = []
 
 
+class UpcycleSection(_Section):
+    sources: dict[str, dict[str, Any]] = Field(alias="from")
+    axis: str
+    sizes: dict[str, str]
+    config: dict[str, Any] = {}
+    classes: dict[str, str] = {}
+    weights: dict[str, str]
+    shared: dict[str, str] = {}
+    routers: list[str]
+    gates: list[str] = []
+    without: list[str] = []
+    needs: list[str] = []
+    refuses: list[ReasonSection] = []
+    normalised: bool = True
+
+
+class LayeredSection(_Section):
+    axes: list[str]
+    sources: list[str] = Field(default=[], alias="from")
+
+
 class MapDocument(_Section):
     architecture: str
     extends: str | None = None
@@ -96,6 +130,7 @@ class MapDocument(_Section):
     requires: list[str] = []
     supports: list[str] = []
     spaces: dict[str, str] = {}
+    norms: str | dict[str, str] | None = None
     tensors: dict[str, list[TensorSection]]
     tied: list[TieSection] = []
     untie: list[str] = []
@@ -104,6 +139,8 @@ class MapDocument(_Section):
     sidecars: dict[str, dict[str, str]] = {}
     rope: RopeSection | None = None
     depth: DepthSection = DepthSection()
+    upcycle: UpcycleSection | None = None
+    layered: LayeredSection | None = None
     multipliers: list[str] = []
     scalars: dict[str, str] = {}
     todo: list[str] = []
@@ -189,6 +226,8 @@ def _known_keys(path: Keys) -> list[str]:
         "growth": GrowthSection,
         "rope": RopeSection,
         "depth": DepthSection,
+        "upcycle": UpcycleSection,
+        "layered": LayeredSection,
     }
     section = MapDocument if len(path) == 1 else sections.get(str(path[0]), MapDocument)
     return [field.alias or name for name, field in section.model_fields.items()]

@@ -13,12 +13,14 @@ from widen_cli.formulas import Formula, FormulaSyntaxError, parse_formula
 from widen_cli.map_checks import (
     CONDITION_FUNCTIONS,
     FORMULA_FUNCTIONS,
+    NORMS,
     ROPE_METHODS,
     SpaceFormula,
     endless,
     multiplier_faults,
     stored_names,
 )
+from widen_cli.map_depth import depth_section, reasons
 from widen_cli.map_file import (
     Keys,
     MapData,
@@ -33,16 +35,16 @@ from widen_cli.map_rules import (
     LAST,
     ArchitectureMap,
     Axis,
-    Depth,
     Growth,
     Rope,
-    Schedule,
     Space,
     TensorRule,
     Tie,
     last_of,
+    says_tied,
 )
-from widen_cli.map_schema import MapDocument, ReasonSection, TensorSection, map_document, real_path
+from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
+from widen_cli.map_upcycle import layered_section, upcycle_section
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
 Parsed = TypeVar("Parsed")
@@ -78,6 +80,8 @@ def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
     inherited = _with_parents(found, found.name, (*seen, path.resolve()))
     if isinstance(match := inherited.value.get("match"), dict):
         match.pop("by_names", None)  # it is the parent that is taken for a model without a config
+    for own in ("upcycle", "layered"):  # and the parent that other models become
+        inherited.value.pop(own, None)
     return merged(inherited, data)
 
 
@@ -93,7 +97,7 @@ class _Compiler:
             spaces = {name: self.space(name, text, document) for name, text in document.spaces.items()}
             tensors = tuple(self.tensor_rules(document))
             self.check_names(document)
-            self.check_circles(spaces)
+            self.check_circles(axes, spaces)
             tied = tuple(
                 Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
                 for n, tie in enumerate(document.tied)
@@ -111,9 +115,7 @@ class _Compiler:
                 },
                 defaults=document.config,
                 axes=axes,
-                growth=Growth(
-                    tuple(document.growth.width), tuple(document.growth.heads), *_head_dim(document.growth.head_dim)
-                ),
+                growth=Growth(tuple(document.growth.width), tuple(document.growth.heads), *document.growth.head_dims),
                 requires=tuple(
                     self.condition(text, ("requires", n), document) for n, text in enumerate(document.requires)
                 ),
@@ -123,15 +125,18 @@ class _Compiler:
                 spaces=spaces,
                 tensors=tensors,
                 tied=tied,
-                untie=tuple(dict.fromkeys([*_says_tied(tied), *document.untie])),
+                untie=tuple(dict.fromkeys([*says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
                 output=document.output,
                 sidecars=document.sidecars,
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
-                depth=self.depth(document),
+                depth=depth_section(document, self.fault, self.condition),
+                upcycle=upcycle_section(document, self.data, self.fault, self.key_fault, self.condition),
+                layered=layered_section(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
+                norms=self.norms(document),
                 todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
                 merged=self.data.value,
             )
@@ -162,7 +167,10 @@ class _Compiler:
             self.fault(("axes", name), f"axis '{name}' has a 'size' and an 'else'; an 'else' goes with a 'key'")
         if section.size is None and not keys and not section.fixed:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
-        return Axis(name, tuple(keys), size, otherwise, section.fixed)
+        if section.first and len(keys) < 2:
+            self.fault(("axes", name), f"axis '{name}' has 'first', which goes with several keys")
+        grouped = self.optional(section.grouped, ("axes", name, "grouped"), document)
+        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded, section.first, grouped)
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)
@@ -193,7 +201,7 @@ class _Compiler:
         path: Keys,
         document: MapDocument,
         functions: Iterable[str] = CONDITION_FUNCTIONS,
-        extra: Iterable[str] = (),
+        more: Iterable[str] = (),
     ) -> Formula:
         formula = self.parsed(parse_formula, text, path, "True")
         keys = {
@@ -201,7 +209,7 @@ class _Compiler:
             for axis in document.axes.values()
             for key in ([axis.key] if isinstance(axis.key, str) else axis.key or [])
         }
-        self.check_formula(formula, path, {*document.axes, *document.config, *keys, *extra}, functions)
+        self.check_formula(formula, path, {*document.axes, *document.config, *keys, *more}, functions)
         patterns = {name.rstrip("?") for name in document.tensors}
         for name, column in stored_names(formula):
             if name not in patterns:
@@ -242,42 +250,17 @@ class _Compiler:
                 self.key_fault(("rope",), f"{method} needs 'keys', the config keys of the angles' base")
         if "frequencies" in methods and section.tensor is None and not section.lists:
             self.key_fault(("rope",), "frequencies needs a 'tensor' or 'lists' of numbers that divide them")
-        reasons = self.reasons(section.reasons, ("rope", "reasons"), document)
-        return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, reasons)
+        refused = reasons(section.reasons, ("rope", "reasons"), document, self.condition)
+        return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, refused)
 
-    def reasons(
-        self, sections: Iterable[ReasonSection], path: Keys, document: MapDocument
-    ) -> tuple[tuple[Formula, str], ...]:
-        return tuple(
-            (self.condition(str(reason.condition), (*path, n, "if"), document), reason.why)
-            for n, reason in enumerate(sections)
-        )
-
-    def depth(self, document: MapDocument) -> Depth:
-        section = document.depth
-        patterns = {name.rstrip("?") for name in document.tensors}
-        for number, name in enumerate(section.zero):
-            if name not in patterns:
-                self.fault(
-                    ("depth", "zero", number), f"'{name}' is no tensor of this map{did_you_mean(name, patterns)}"
-                )
-        schedules = []
-        for number, schedule in enumerate(section.schedules):
-            path: Keys = ("depth", "schedules", number)
-            if (schedule.key is None) != (len(schedule.values) != 2):
-                self.fault(path, "a 'key' needs two 'values', for the layers of which 'kind' holds and for the others")
-            kind = self.condition(schedule.kind, (*path, "kind"), document, extra=("layer", "layers"))
-            schedules.append(Schedule(kind, schedule.key, tuple(schedule.values), schedule.weights, schedule.why))
-        return Depth(
-            zero=tuple(section.zero),
-            per_layer=tuple(section.per_layer),
-            numbers=tuple(section.numbers),
-            runs=tuple(section.runs),
-            roots=tuple(section.roots),
-            schedules=tuple(schedules),
-            reasons=self.reasons(section.reasons, ("depth", "reasons"), document),
-            fixed=self.reasons(section.fixed, ("depth", "fixed"), document),
-        )
+    def norms(self, document: MapDocument) -> dict[str, str]:
+        """Which norm runs over each axis; one word is for all of them."""
+        said = {"": document.norms} if isinstance(document.norms, str) else document.norms or {}
+        for axis, kind in said.items():
+            if kind not in NORMS:
+                path: Keys = ("norms", axis) if axis else ("norms",)
+                self.fault(path, f"'{kind}' is no norm; it is {' or '.join(NORMS)}{did_you_mean(kind, NORMS)}")
+        return said
 
     def tensor_rules(self, document: MapDocument) -> Iterator[TensorRule]:
         for name, sections in document.tensors.items():
@@ -337,7 +320,7 @@ class _Compiler:
                     path, f"'{name.text}' is no axis or space of this map{did_you_mean(name.text, words)}", name.column
                 )
 
-    def check_circles(self, spaces: dict[str, Space]) -> None:
+    def check_circles(self, axes: dict[str, Axis], spaces: dict[str, Space]) -> None:
         inner = {
             name: {word for word in space.formula.words if word in spaces}
             for name, space in spaces.items()
@@ -346,6 +329,10 @@ class _Compiler:
         for name, space in spaces.items():
             if endless(name, inner):
                 self.faults.add(f"{space.place}: space '{name}' comes out of itself by way of others")
+        sizes = {name: {*axis.size.words} & axes.keys() for name, axis in axes.items() if axis.size is not None}
+        for name, words in sizes.items():
+            if name in words or endless(name, sizes):
+                self.key_fault(("axes", name), f"the size of axis '{name}' comes out of itself")
 
     def check_names(self, document: MapDocument) -> None:
         growth = document.growth
@@ -363,7 +350,7 @@ class _Compiler:
         uses: list[tuple[Keys, str, Iterable[str]]] = [
             *((("growth", "width", n), axis, document.axes) for n, axis in enumerate(growth.width)),
             *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
-            *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(_named(growth.head_dim))),
+            *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(growth.named)),
             *((("multipliers", n), key, document.config) for n, key in enumerate(document.multipliers)),
             *((("untie", n), key, document.config) for n, key in enumerate(document.untie)),
             *(
@@ -389,8 +376,14 @@ class _Compiler:
             keys_known = [*document.config, *document.places]
             for section, keys in (("keys", document.rope.keys), ("lists", document.rope.lists)):
                 uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
+        if isinstance(document.norms, dict):
+            uses += [(("norms", axis), axis, document.axes) for axis in document.norms]
         if document.output is not None:
             uses.append((("output",), document.output, {*document.axes, *document.spaces}))
+        uses += [(("synonyms", other), word, _ends(patterns)) for other, word in document.synonyms.items()]
+        for key in document.places:
+            if key not in (keys_read := _read_keys(document)):
+                self.key_fault(("places", key), f"'{key}' is no config key of this map{did_you_mean(key, keys_read)}")
         for path, word, known in uses:
             if word not in known:
                 what = _WHAT.get(".".join(map(str, path[:2])), _WHAT.get(str(path[0]), "axis"))
@@ -405,24 +398,21 @@ _WHAT = {
     "rope.lists": "config key",
     "multipliers": "config key",
     "untie": "config key",
+    "synonyms": "end of a tensor's name",
     "output": "axis or space",
 }
 
 
-def _says_tied(tied: Iterable[Tie]) -> Iterator[str]:
-    """The keys by which transformers ties weights, where the ties of a map go by them."""
-    for tie in tied:
-        yield from (word for word in tie.when.words if word.rpartition(".")[2] == "tie_word_embeddings")
+def _read_keys(document: MapDocument) -> set[str]:
+    """The config keys that a map reads by way of their places."""
+    rope = document.rope
+    return {*document.config, *(rope.keys if rope else ()), *(rope.lists if rope else ())}
 
 
-def _named(head_dim: str | list[str] | None) -> list[str]:
-    return [head_dim] if isinstance(head_dim, str) else head_dim or []
-
-
-def _head_dim(head_dim: str | list[str] | None) -> tuple[str | None, tuple[str, ...]]:
-    """The axis of a head's size, and those that grow with it."""
-    axes = _named(head_dim)
-    return (axes[0] if axes else None), tuple(axes[1:])
+def _ends(names: Iterable[str]) -> set[str]:
+    """The ends of tensors' names, from each part on."""
+    parts = [name.split(".") for name in names]
+    return {".".join(one[start:]) for one in parts for start in range(len(one))}
 
 
 @cache

@@ -12,7 +12,7 @@ class Options:
 
     `named`: False for a dry run without OUT, of which there is nothing to say about an output. `recorded_map` is the text
     of the map that an output was made by; unless it was one of the user's own, the tool still has to find its own for the
-    input, and takes the text in its place.
+    input, and takes the text in its place. `recorded_target` is that of the map of experts that a dense model became.
     """
 
     input: str
@@ -21,6 +21,8 @@ class Options:
     grow: str | None = None
     depth: tuple[str, ...] = ()
     allow_approximate: bool = False
+    like: str | None = None
+    target_params: str | None = None
     scaling: str = "auto"
     dtype: str | None = None
     dequantize: str | None = None
@@ -35,8 +37,17 @@ class Options:
     layout: str = "auto"
     rope: str | None = None
     untie: bool = False
+    experts: int | None = None
+    top_k: int | None = None
+    slices: int = 1
+    router: str = "random"
+    router_seed: int = 0
+    upcycle: str | None = None
+    fill: str = "copy"
+    fill_seed: int = 0
     recorded_map: str | None = None
     recorded_map_alone: bool = False
+    recorded_target: str | None = None
     force: bool = False
     resume: bool = False
     dry_run: bool = False
@@ -45,5 +56,11 @@ class Options:
 
     @property
     def says_growth(self) -> bool:
-        """Whether anything says what is to grow; where nothing does, it is the width, by 2."""
-        return self.factor is not None or self.grow is not None or bool(self.depth)
+        """Whether it is said how the model is made."""
+        said = (self.factor, self.grow, self.like, self.target_params, self.experts)
+        return any(each is not None for each in said) or bool(self.depth)
+
+    @property
+    def grows_by_default(self) -> bool:
+        """Whether the width grows by 2 because nothing else is asked for."""
+        return not self.says_growth

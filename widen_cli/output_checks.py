@@ -82,7 +82,7 @@ def descriptor_of(target: str) -> int | None:
 def _stream_faults(target: str, directory: bool) -> Iterator[str]:
     number = descriptor_of(target)
     if directory:
-        yield "is a pipe or a device, but a folder is to be written"
+        yield "is a pipe or a device, but a folder is to be written; for one file give a weights file as the input"
     elif number is not None and os.isatty(number):
         yield "is a terminal; send it to a file or a pipe"
 

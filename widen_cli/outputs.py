@@ -12,14 +12,9 @@ from threading import Lock
 from typing import Protocol, Self
 
 from widen_cli.errors import printable
+from widen_cli.hidden import hidden_sibling, remove_leftover_files
 from widen_cli.output_checks import descriptor_of, refusing
-from widen_cli.placing import (
-    Placement,
-    hidden_sibling,
-    put_in_place,
-    remove_leftover_files,
-    signals_held,
-)
+from widen_cli.placing import Placement, put_in_place, signals_held
 
 _SYNC_WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -40,14 +35,15 @@ class Output(Protocol):
         """Whether it is in place."""
 
     def finish(self) -> list[Placement]:
-        """Brings everything to the disk; what is to be put in place, and in which order. Nothing after a commit."""
+        """Brings everything to the disk; what is to be put in place, the main one first. Nothing after a commit."""
 
     def placed(self) -> None:
         """Is told that everything is in place."""
 
 
 def commit(*outputs: Output) -> None:
-    """Puts several outputs in place together, in this order: what is seen of them is all old or all new.
+    """Puts several outputs in place together, the first of which is the main one: by its name the old ones are seen, the new
+    ones or nothing (`put_in_place`).
 
     Raises WidenError when a target may not be replaced or the system refuses; then all targets are as they were. A signal
     waits until everything is in place, and is told so by a note.
@@ -62,9 +58,7 @@ def commit(*outputs: Output) -> None:
 
 def _commit(*outputs: Output) -> None:
     placements = [placement for output in outputs for placement in output.finish()]
-    with signals_held():
-        if placements:
-            put_in_place(placements)
+    with signals_held(), put_in_place(placements):
         for output in outputs:
             output.placed()
 

@@ -7,20 +7,61 @@ twice gives the same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Self
+from fractions import Fraction
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from widen_cli import __version__
-from widen_cli.config import ModelConfig
+from widen_cli.config import ModelConfig, parse_settings
+from widen_cli.dtypes import CONFIG_NAMES
 from widen_cli.errors import WidenError, printable
+from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.map_file import document_text
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.options import Options
 from widen_cli.plan import Plan
+from widen_cli.plan.filling import FILLS
 from widen_cli.plan.growth import FACTOR_LIMIT
+from widen_cli.plan.layer_growth import parse_growth
+from widen_cli.plan.layouts import LAYOUTS
+from widen_cli.plan.modes import MODES
+from widen_cli.rebuild.layers_wished import parse_depth
+
+NUMBERS = ("F32", "F16")  # what quantised blocks are written as, where they are not kept
+
+
+def _one_of(*words: str) -> AfterValidator:
+    """Refuses what is none of the words: a choice that this version does not know."""
+
+    def known(text: str) -> str:
+        if text not in words:
+            raise ValueError(text)
+        return text
+
+    return AfterValidator(known)
+
+
+def _read_by(parse: Callable[[Any], object]) -> AfterValidator:
+    """Refuses what the parser of an option does not read."""
+
+    def readable(value: Any) -> Any:
+        try:
+            parse(value)
+        except WidenError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    return AfterValidator(readable)
+
+
+def _growth(factor: int | str) -> int | str:
+    """Refuses a factor that is none, or makes an axis smaller."""
+    if Fraction(factor) < 1:
+        raise ValueError(factor)
+    return factor
 
 
 class Said(BaseModel):
@@ -29,18 +70,26 @@ class Said(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     factor: int | None = Field(default=None, ge=2, le=FACTOR_LIMIT)
-    grow: str | None = None
-    depth: list[str] = []
+    grow: Annotated[str, _read_by(parse_growth)] | None = None
+    depth: Annotated[list[str], _read_by(parse_depth)] = []
     allow_approximate: bool = False
-    scaling: str = "auto"
-    dtype: str | None = None
-    dequantize: str | None = None
-    embedding_type: str | None = None
-    settings: list[str] = []
+    scaling: Annotated[str, _one_of("auto", *MODES)] = "auto"
+    dtype: Annotated[str, _one_of(*CONFIG_NAMES)] | None = None
+    dequantize: Annotated[str, _one_of(*NUMBERS)] | None = None
+    embedding_type: Annotated[str, _one_of(*NUMBERS)] | None = None
+    settings: Annotated[list[str], _read_by(parse_settings)] = []
     strip_prefix: str | None = None
-    layout: str = "auto"
-    rope: str | None = None
+    layout: Annotated[str, _one_of(*LAYOUTS)] = "auto"
+    rope: Annotated[str, _one_of(*ROPE_METHODS)] | None = None
     untie: bool = False
+    experts: int | None = Field(default=None, ge=2)
+    top_k: int | None = None
+    slices: int = Field(default=1, ge=1)
+    router: Annotated[str, _one_of("random", "zero")] = "random"
+    router_seed: int = 0
+    upcycle: str | None = None
+    fill: Annotated[str, _one_of(*FILLS)] = "copy"
+    fill_seed: int = 0
 
 
 class Was(BaseModel):
@@ -101,7 +150,8 @@ def _types(plan: Plan) -> dict[str, str]:
 class Record(BaseModel):
     """A conversion: the tool's version, what was said, what every axis grew by, and the map's whole text.
 
-    `own_map`: the map was given with --map. `before` is the record of the input, where that was widened too; `was` is what
+    `own_map`: the map was given with --map. `target` is the map of what a model of `map` became.
+    `before` is the record of the input, where that was widened too; `was` is what
     the way back needs, None in records of versions that knew no way back.
     """
 
@@ -109,27 +159,35 @@ class Record(BaseModel):
 
     tool: str
     said: Said
-    factors: dict[str, int]
+    factors: dict[str, Annotated[int | str, AfterValidator(_growth)]]
     map: str | None = None
     own_map: bool = False
+    target: str | None = None
     before: Record | None = None
     was: Was | None = None
 
     @classmethod
     def of(
-        cls, options: Options, plan: Plan, architecture: ArchitectureMap | None, before: str | None, was: Was
+        cls,
+        options: Options,
+        plan: Plan,
+        architecture: ArchitectureMap | None,
+        before: str | None,
+        was: Was,
+        target: ArchitectureMap | None = None,
     ) -> Self:
-        """The record of a planned run; `before` is the text of the input's."""
+        """The record of a planned run; `before` is the text of the input's, `target` the map of what it became first."""
         said: dict[str, Any] = {name: getattr(options, name) for name in Said.model_fields}
         said |= {"scaling": plan.mode, "settings": list(options.settings), "depth": list(options.depth)}
-        if not options.says_growth:
+        if options.grows_by_default:
             said["factor"] = 2
         return cls(
             tool=__version__,
             said=Said(**said),
-            factors={axis: plan.factors[axis] for axis in plan.axes},
+            factors=plan.named_factors,
             map=document_text(architecture.merged) if architecture else None,
             own_map=options.map is not None,
+            target=document_text(target.merged) if target else None,
             before=None if before is None else _parsed(before),
             was=was,
         )
@@ -138,6 +196,11 @@ class Record(BaseModel):
     def text(self) -> str:
         """The record as one line of JSON, without what was not said."""
         return self.model_dump_json(exclude_defaults=True)
+
+    @property
+    def grown(self) -> str:
+        """What every axis grew by, as `--grow` takes it: sizes that were said tell nothing of a wide model."""
+        return ",".join(f"{axis}={factor}x" for axis, factor in self.factors.items())
 
     def again(self, options: Options) -> Options:
         """The options of a run that makes the same once more; what `options` says itself counts before the record."""
@@ -149,6 +212,8 @@ class Record(BaseModel):
         given = {name: value for name, value in said.items() if getattr(options, name) == getattr(plain, name)}
         if options.map is None and self.map is not None:
             given |= {"recorded_map": self.map, "recorded_map_alone": self.own_map}
+        if self.target is not None and options.upcycle is None:
+            given["recorded_target"] = self.target
         return replace(options, **given)
 
 
@@ -156,11 +221,21 @@ def read_record(text: str, file: str) -> Record:
     """The record in a text. Raises WidenError where it is none, or one of a form that is not known."""
     record = _parsed(text)
     if record is None:
+        by = _version(text)
         raise WidenError(
-            f"{printable(file)}: what it records of how it was made cannot be read by this version ({__version__}); "
+            f"{printable(file)}: what it records of how it was made{by} cannot be read by this version ({__version__}); "
             "give the options of the conversion, such as --factor 2"
         )
     return record
+
+
+def _version(text: str) -> str:
+    """By which other version a record says to be made, if it does; to go into a sentence."""
+    try:
+        tool = json.loads(text)["tool"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return ""
+    return f", by version {printable(tool[:40])}," if isinstance(tool, str) and tool != __version__ else ""
 
 
 def _parsed(text: str) -> Record | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from widen_cli import __version__
@@ -15,6 +16,20 @@ from widen_cli.options import Options
 from widen_cli.output_checks import is_stream
 from widen_cli.plan import Plan, TensorPlan
 from widen_cli.shards import Shard
+
+# Options that decide where the output goes and how it is made, not what it is.
+_OTHER = {
+    "input",
+    "output",
+    "config_out",
+    "recorded_map",
+    "recorded_map_alone",
+    "force",
+    "resume",
+    "dry_run",
+    "named",
+    "threads",
+}
 
 
 def identity_of(plan: Plan, checkpoint: Checkpoint, shards: tuple[Shard, ...], options: Options) -> Identity | None:
@@ -34,13 +49,36 @@ def identity_of(plan: Plan, checkpoint: Checkpoint, shards: tuple[Shard, ...], o
         made.update(_written(tensor).encode("utf-8", "surrogatepass"))
     files = (path for path in checkpoint.files if path != checkpoint.config_path and path.is_file())
     inputs = {printable(path.name): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
-    return Identity(tool=__version__, made=made.hexdigest(), inputs=inputs)
+    return Identity(tool=__version__, made=made.hexdigest(), inputs=inputs, asked=_asked(options))
+
+
+def _asked(options: Options) -> str:
+    """The options that decide what is written, as they are given on a command line."""
+    words: list[str] = []
+    for field in fields(options):
+        value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if field.name == "settings":
+            words += [f"--set {setting}" for setting in value]
+        elif field.name not in _OTHER and value != field.default:
+            words.append(flag if value is True else f"{flag} {value}")
+    return printable(" ".join(words))
 
 
 def _written(tensor: TensorPlan) -> str:
     """Everything that decides a tensor's bytes, but for the stored ones."""
     source = (tensor.source.name, tensor.source.dtype, tensor.source.shape, getattr(tensor.source, "offset", None))
-    return repr((source, tensor.names, tensor.dtype, tensor.growth, tensor.scale, tensor.offset, tensor.copy_factors))
+    return repr(
+        (
+            source,
+            tensor.names,
+            tensor.dtype,
+            tensor.growth,
+            tensor.scale,
+            tensor.offset,
+            tensor.copy_factors,
+            tensor.seed,
+        )
+    )
 
 
 def to_resume(options: Options, identity: Identity | None, directory: bool) -> tuple[Leftover | None, tuple[str, ...]]:
@@ -52,7 +90,7 @@ def to_resume(options: Options, identity: Identity | None, directory: bool) -> t
         told = "--resume: only what is written as several files can be resumed, and not from a pipe; this is made anew"
         return None, (told,) if options.resume else ()
     found = left_by_dead_runs(staging_target(options.output, directory))
-    same = [leftover for leftover in found if leftover.identity == identity]
+    same = [leftover for leftover in found if leftover.identity.is_that_of(identity)]
     best = max(same, key=lambda leftover: leftover.nbytes, default=None)
     if options.resume and best is None:
         if found:
@@ -81,8 +119,11 @@ def _other(leftover: Leftover, identity: Identity) -> str:
     elif leftover.identity.inputs != identity.inputs:
         changed = sorted(dict(leftover.identity.inputs.items() ^ identity.inputs.items()))
         why = f"was made of another input: the size or time of {', '.join(changed[:3])} differs"
+    elif leftover.identity.asked != identity.asked:
+        theirs, ours = printable(leftover.identity.asked) or "no options", identity.asked or "none"
+        why = f"was made with other options: {theirs}, where this run has {ours}"
     else:
-        why = "was made with other options or another config"
+        why = "was made with another config or map"
     return (
         f"--resume: what {printable(str(leftover.path))} holds {why}; "
         "make that the same again, or leave --resume out to begin anew"

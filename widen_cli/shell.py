@@ -12,7 +12,7 @@ from typing import Any, ParamSpec
 
 import click
 
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, did_you_mean, printable
 
 FAULT_LINES = 18
 P = ParamSpec("P")
@@ -40,6 +40,13 @@ class DefaultCommand(click.Group):
             click.echo(f"{ctx.get_usage()}\nTry 'widen-ckpt --help' for what it can do.", err=True)
             ctx.exit(2)
         if args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
+            meant = (
+                ""
+                if args[0].startswith("-") or os.path.lexists(args[0])
+                else did_you_mean(args[0], self.commands, 0.75)
+            )
+            if meant:
+                raise click.UsageError(f"neither a command nor a file: {printable(args[0])}{meant}")
             args = ["convert", *args]
         return super().parse_args(ctx, args)
 

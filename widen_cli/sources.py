@@ -48,8 +48,10 @@ class FileSource:
     def __init__(self, path: Path | str, name: str | None = None) -> None:
         self.name = printable(str(path) if name is None else name)
         self._fd = _open_regular(Path(path), self.name)
-        self.size: int | None = os.fstat(self._fd).st_size
+        found = os.fstat(self._fd)
+        self.size: int | None = found.st_size
         self._end = self.size
+        self._changed_at = found.st_mtime_ns
 
     def read(self, offset: int, nbytes: int) -> bytes | memoryview:
         # Checked first because os.pread allocates the whole answer before it reads a byte.
@@ -70,6 +72,12 @@ class FileSource:
             return os.pread(self._fd, nbytes, offset)
         except OSError as error:
             raise WidenError(f"{self.name}: cannot be read: {error.strerror}") from None
+
+    def expect_unchanged(self) -> None:
+        """Raises WidenError where somebody has written to the file since it was opened: what was read may be of two kinds."""
+        found = os.fstat(self._fd)
+        if (found.st_size, found.st_mtime_ns) != (self._end, self._changed_at):
+            raise WidenError(f"{self.name}: was changed while it was read; run this again when nothing writes to it")
 
     def close(self) -> None:
         # The number is forgotten at once: a later read must fail, not read from a file that got the same number.
@@ -175,25 +183,6 @@ class HeldSource:
 
     def close(self) -> None:
         self._data.release()
-
-
-class FilledSource:
-    """One value throughout, `item` over and over, for tensors that no file holds; only what is read takes memory."""
-
-    sequential = False
-
-    def __init__(self, name: str, item: bytes, nbytes: int) -> None:
-        self.name = name
-        self.size: int | None = nbytes
-        self._item = item
-
-    def read(self, offset: int, nbytes: int) -> bytes | memoryview:
-        start = offset % len(self._item)
-        times = -(-(start + nbytes) // len(self._item))
-        return memoryview(self._item * times)[start : start + nbytes]
-
-    def close(self) -> None:
-        pass
 
 
 def _truncated(name: str, missing: int) -> WidenError:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from threading import Lock
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from widen_cli.blocks import block_type, dequantized, scale_blocks, widen_row_blocks
-from widen_cli.dimensions import Copies, Growth, Laid, Run, leaf_scales, nested, runs
+from widen_cli.dimensions import Copies, Fill, Growth, Laid, Run, fills, leaf_scales, nested, runs
+from widen_cli.draws import Draws
 from widen_cli.dtypes import DType
 from widen_cli.plan.result import TensorPlan
 from widen_cli.scales import Scale
-from widen_cli.transform import Cast, Counts, times_copies, widened_rows
-
-T = TypeVar("T")
-R = TypeVar("R")
+from widen_cli.threads import WorkingThreads
+from widen_cli.transform import Cast, Counts, rounded_mean, times_copies, valued, widened_rows
 
 BLOCK_BYTES = 4 << 20  # of output; small enough for the caches, large enough that a system call costs nothing beside it
 ROWS_TOGETHER = (
@@ -85,7 +84,12 @@ class Block:
     def origins(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The old row of each row written, and whether it is zero instead."""
         run, copy = self.run, np.arange(self.rows) % self.run.each
-        return np.arange(run.start, run.stop).repeat(run.each), (copy > 0) & run.first_only | run.zero
+        return np.arange(run.start, run.stop).repeat(run.each), (copy >= run.live) | run.filled
+
+    @property
+    def computed(self) -> bool:
+        """Whether rows are filled with something that has to be computed."""
+        return self.run.fill is not Fill.ZERO and (self.run.filled or self.run.live < self.run.each)
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ def layout(plan: TensorPlan) -> Layout:
     leading = len(dimensions) - 1 if plan.source.dtype.kind == "blocks" else 1
     while (
         leading < len(dimensions) - 1
+        and not fills(dimensions[0]) - {Fill.ZERO}
         and plan.source.dtype.nbytes(tuple(g.old for g in dimensions[leading:])) > ROW_BYTES
     ):
         leading += 1
@@ -171,46 +176,6 @@ def blocks(shape: Layout, limit: int) -> Iterator[list[Block]]:
         yield group
 
 
-class WorkingThreads:
-    """Threads that work on blocks, of which at most two for each thread are under way; with one, the caller's does the work.
-
-    What comes of a block is taken by the caller's thread alone.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=threads) if threads > 1 else None
-        self._limit = 2 * threads
-        self._pending: dict[Future[Any], Callable[[Any], None]] = {}
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def start(self, work: Callable[[T], R], task: T, take: Callable[[R], None], here: bool) -> None:
-        """Does a task: at once if `here`, or as soon as a thread is free."""
-        if self._pool is None or here:
-            take(work(task))
-        else:
-            self._wait(self._limit - 1)
-            self._pending[self._pool.submit(work, task)] = take
-
-    def finish(self) -> None:
-        """Waits for all blocks that are under way; raises what went wrong with one of them."""
-        self._wait(0)
-
-    def abandon(self) -> None:
-        """Waits until no thread writes any more; what has not begun never does."""
-        for future in self._pending:
-            future.cancel()
-        wait(self._pending)
-        self._pending.clear()
-
-    def _wait(self, limit: int) -> None:
-        while len(self._pending) > limit:
-            for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
-                self._pending.pop(future)(future.result())
-
-
 class TensorStream(WorkingThreads):
     """Carries tensors out, on `threads` threads where source and targets can be read and written at any offset."""
 
@@ -223,6 +188,8 @@ class TensorStream(WorkingThreads):
         if plan.growth is None or stored.nbytes == 0:
             _copy(stored, targets)
             return counts
+        if stored.source.sequential and Fill.MEAN in fills(plan.growth[0]):
+            stored = _Held(bytes(stored.source.read(stored.offset, stored.nbytes)))
         work = _Work(plan, layout(plan), stored, targets)
         if self._pool is None or stored.source.sequential or forward_only:
             for group in blocks(work.layout, BLOCK_BYTES):
@@ -251,11 +218,33 @@ def _tasks(groups: Iterable[list[Block]], row_bytes: int, limit: int) -> Iterato
 
 
 @dataclass(frozen=True)
+class _Held:
+    """A tensor of a source that cannot go back, held since its rows have to be read twice."""
+
+    data: bytes
+    offset: ClassVar[int] = 0
+    sequential: ClassVar[bool] = False
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    @property
+    def source(self) -> Reader:
+        return self
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self.data)[offset : offset + nbytes]
+
+
+@dataclass(frozen=True)
 class _Work:
     plan: TensorPlan
     layout: Layout
     stored: StoredBytes
     targets: Sequence[Target]
+    lock: Lock = field(default_factory=Lock)
+    means: list[npt.NDArray[Any]] = field(default_factory=list)
 
     def group(self, group: list[Block]) -> Counts:
         """A group in order, its old rows read once."""
@@ -274,7 +263,7 @@ class _Work:
     def task(self, task: list[Block]) -> Counts:
         """Blocks whose rows follow one another, all copies of their old rows among them; or a block alone."""
         first = task[0].run
-        if len(task) == 1 or any(block.run.scale != first.scale for block in task):
+        if len(task) == 1 or any(block.run.scale != first.scale or block.computed for block in task):
             return self.group(task)
         start, stop = min(block.run.start for block in task), max(block.run.stop for block in task)
         counts, origins = Counts(), [block.origins() for block in task]
@@ -299,7 +288,7 @@ class _Work:
             rows = dequantized(stored, block_type(self.layout.source.name))
         else:
             rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
-        wide = widened_rows(rows, self.layout.trailing, scale, self.cast, counts)
+        wide = widened_rows(rows, self.layout.trailing, scale, self.cast, counts, self.draws.from_row(run.start))
         return times_copies(wide, self.plan.copy_factors, counts) if self.plan.copy_factors else wide
 
     @property
@@ -313,14 +302,46 @@ class _Work:
         """Widens a block's rows and writes them to every target."""
         counts, run = Counts(), block.run
         wide = self.widened(data, run, counts)
-        if run.zero:
-            wide = np.full_like(wide, self.cast.silent)
+        narrow, counts = wide, Counts() if run.again else counts
         if run.each > 1:
-            wide = np.repeat(wide, run.each, axis=0)
-            if run.first_only:
-                wide.reshape(-1, run.each, *wide.shape[1:])[:, 1:] = self.cast.silent
+            wide = np.repeat(narrow, run.each, axis=0)
+            for copy in range(run.live, run.each):
+                wide[copy :: run.each] = self.filled(narrow, run.start, copy, run.fill, counts)
+        if run.filled:
+            wide = self.filled(wide, block.row, 0, run.fill, counts)
         self.write(block.row, wide)
-        return Counts() if run.again else counts
+        return counts
+
+    def filled(self, wide: npt.NDArray[Any], row: int, copy: int, fill: Fill, counts: Counts) -> npt.NDArray[Any]:
+        """What stands in the place of widened rows, of which the first has the number `row`, or of a copy of them."""
+        if fill is Fill.MEAN:
+            return np.broadcast_to(self.mean(counts), wide.shape)
+        if fill is Fill.RANDOM:
+            flat = wide.reshape(len(wide), -1)
+            return self.draws.from_row(row).of_rows(flat, flat.shape[1], copy * flat.shape[1]).reshape(wide.shape)
+        return np.full_like(wide, self.cast.silent)
+
+    def mean(self, counts: Counts) -> npt.NDArray[Any]:
+        """The mean of all rows, widened: computed once, row after row, and counted where it is."""
+        with self.lock:
+            if not self.means:
+                self.means.append(self.mean_of_rows(counts))
+            return self.means[0]
+
+    def mean_of_rows(self, counts: Counts) -> npt.NDArray[Any]:
+        rows, scale = self.layout.rows.old, next(leaf_scales(self.layout.rows))
+        total: Any = 0
+        step = max(1, BLOCK_BYTES // max(1, self.layout.new_bytes))
+        for start in range(0, rows, step):
+            run = Run(start, min(start + step, rows), 1, scale)
+            bits = self.widened(self.read(run.start, run.stop), run, Counts())
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = total + valued(bits, self.layout.target).astype(self.cast.wide).sum(axis=0)
+        return rounded_mean(total / rows, self.layout.target, counts)
+
+    @property
+    def draws(self) -> Draws:
+        return Draws.of(self.plan.seed, self.plan.source.name)
 
     def write(self, row: int, wide: npt.NDArray[Any]) -> None:
         """Writes widened rows to every target, from row `row` on."""

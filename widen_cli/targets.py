@@ -48,18 +48,11 @@ def check_targets(
             )
 
 
-def check_parts(
-    options: Options, checkpoint: Checkpoint, shards: tuple[Shard, ...], directory: bool, leftover: Leftover | None
-) -> None:
-    """Numbered parts stand beside each other under names that the user did not give; none of them may hit a file.
-
-    But for those that the interrupted run had put in place already.
-    """
+def check_parts(options: Options, checkpoint: Checkpoint, shards: tuple[Shard, ...], directory: bool) -> None:
+    """Numbered parts stand beside each other under names that the user did not give; none of them may hit a file."""
     with Faults() as faults:
         for shard in shards if checkpoint.gguf and len(shards) > 1 and not directory else ():
             target = Path(options.output).with_name(shard.name)
-            if leftover is not None and leftover.has_placed(shard.name, target):
-                continue
             with faults.collecting():
                 if target.is_symlink() and target.exists() and target.stat().st_dev != target.parent.stat().st_dev:
                     faults.add(

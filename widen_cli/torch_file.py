@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 
 from widen_cli.dtypes import STORED, DType
-from widen_cli.errors import WidenError
+from widen_cli.errors import WidenError, printable
 from widen_cli.safetensors_file import (
     AGAIN,
     FAULT_LIMIT,
@@ -82,6 +82,11 @@ def _read_zip(source: Source) -> tuple[object, _Place]:
     """The pickled value of a zip file, and where its storages lie."""
     directory = read_zip(source)
     roots = [name.removesuffix("data.pkl") for name in directory.entries if re.fullmatch(r"[^/]+/data\.pkl", name)]
+    inside = next((name for name in directory.entries if name.endswith((".safetensors", ".gguf", ".bin"))), None)
+    if inside is not None and not roots:
+        raise WidenError(
+            f"{source.name}: is a zip file with '{printable(inside)}' in it; unpack it, and give what it holds"
+        )
     if len(roots) != 1:
         found = "is a zip file, but none of PyTorch: it has no" if not roots else "is a zip file with more than one"
         raise WidenError(f"{source.name}: {found} data.pkl; give the file that torch.save wrote")

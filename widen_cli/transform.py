@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from widen_cli.dimensions import Copies, Growth, Laid, leaf_scales
+from widen_cli.dimensions import Copies, Fill, Growth, Laid, leaf_scales
+from widen_cli.draws import Draws
 from widen_cli.dtypes import DType
 from widen_cli.scales import ONE, Scale
 
@@ -212,19 +213,48 @@ def _rounded_to_odd(exact: Array, kind: Any, integer: Any) -> Array:
     return np.asarray(np.where(inexact, neighbour, bits).astype(integer).view(kind))
 
 
-def widened_rows(rows: Array, trailing: tuple[Growth, ...], scale: Scale, cast: Cast, counts: Counts) -> Array:
+def widened_rows(
+    rows: Array,
+    trailing: tuple[Growth, ...],
+    scale: Scale,
+    cast: Cast,
+    counts: Counts,
+    draws: Draws | None = None,
+) -> Array:
     """Rows with their trailing dimensions widened.
 
     `rows` is [n, *old sizes of trailing]; the result holds the target's bits, [n, *new sizes of trailing].
-    `scale` is the factor that belongs to the rows themselves.
+    `scale` is the factor that belongs to the rows themselves. `draws` are for dimensions that are filled at random.
     """
     bits = scaled_values(rows, trailing, scale, cast, counts)
     if all(growth.old == growth.new for growth in trailing):
         return bits
     for axis, growth in enumerate(trailing, start=1):
         if growth.old != growth.new:
-            bits = _spread(bits, axis, growth, cast.silent)
+            bits = _spread(bits, axis, growth, _Filling(cast, counts, draws, len(bits)))
     return bits
+
+
+def valued(bits: Array, target: DType) -> Array:
+    """Bits as the numbers of their type."""
+    return bits.view(_array_type(target))
+
+
+def mean_bits(bits: Array, target: DType, axis: int, counts: Counts) -> Array:
+    """The mean of values along an axis, computed in 64 bits (or longer) and rounded to the bits of their type."""
+    wide = np.longdouble if target.bits > 32 else np.float64
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = valued(bits, target).astype(wide).mean(axis=axis)
+    return rounded_mean(mean, target, counts)
+
+
+def rounded_mean(mean: Array, target: DType, counts: Counts) -> Array:
+    """Means as the bits of a type, those that it does not hold counted as rounded."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        rounded = rounded_once(np.asarray(mean), _array_type(target))
+    counts.values += rounded.size
+    counts.rounded += int(np.count_nonzero((rounded.astype(mean.dtype) != mean) & np.isfinite(mean)))
+    return rounded.view(_BITS[rounded.dtype.itemsize])
 
 
 def times_copies(bits: Array, factors: tuple[float, ...], counts: Counts) -> Array:
@@ -276,32 +306,59 @@ def _scale_parts(
         _scale_parts(rows.reshape(split), result.reshape(split), (inner, *rest), axis + 1, scale, cast, counts)
 
 
-def _spread(bits: Array, axis: int, growth: Growth, silent: int) -> Array:
-    """Repeats along one axis as the tree says; `silent` are the bits of copies that are to be used as zero."""
-    if axis == bits.ndim - 1 and isinstance(growth, Copies) and growth.inner is None and not silent:
+@dataclass(frozen=True)
+class _Filling:
+    """What fills the places of a dimension where no copy stands."""
+
+    cast: Cast
+    counts: Counts
+    draws: Draws | None
+    rows: int
+
+    def of(self, fill: Fill, source: Array, shape: tuple[int, ...], at: int) -> Array | int:
+        """Bits for `shape` = [n, ..., m] new places from the place `at` on, of all old ones `source` [n, old, m]."""
+        if fill is Fill.MEAN:
+            mean = mean_bits(source, self.cast.target, 1, self.counts)
+            return mean.reshape(len(source), *(1,) * (len(shape) - 2), source.shape[2])
+        if fill is Fill.RANDOM:
+            assert self.draws is not None
+            draws = self.draws.from_row(self.draws.row * (len(source) // max(1, self.rows)))
+            return draws.of_rows(source.reshape(len(source), -1), math.prod(shape[1:]), at).reshape(shape)
+        return self.cast.silent
+
+
+def _spread(bits: Array, axis: int, growth: Growth, filling: _Filling) -> Array:
+    """Repeats along one axis as the tree says; `filling` makes what stands where no copy does."""
+    silent = filling.cast.silent
+    plain = isinstance(growth, Copies) and growth.inner is None and growth.fill is Fill.ZERO and not silent
+    if plain and axis == bits.ndim - 1 and isinstance(growth, Copies):
         wide = bits.dtype.itemsize * growth.copies
         if wide in _BITS:
             return _multiplied(bits, growth, _BITS[wide])
     before, after = bits.shape[:axis], bits.shape[axis + 1 :]
     result = np.empty((*before, growth.new, *after), bits.dtype)
-    shapes = ((math.prod(before), size, math.prod(after)) for size in (growth.new, growth.old))
-    _fill(result.reshape(next(shapes)), bits.reshape(next(shapes)), growth, silent)
+    new, old = ((math.prod(before), size, math.prod(after)) for size in (growth.new, growth.old))
+    source = bits.reshape(old)
+    _fill(result.reshape(new), source, growth, filling, source, 0)
     return result
 
 
 def _multiplied(bits: Array, growth: Copies, wide: np.dtype[Any]) -> Array:
-    """Neighbouring copies as one wider integer: the bits times 0x...00010001, or the bits alone where the other copies are zero."""
+    """Neighbouring copies as one wider integer: the bits times 0x...00010001, without the places of copies that are zero."""
     shift = 8 * bits.dtype.itemsize
-    pattern = 1 if growth.first_only else sum(1 << (shift * copy) for copy in range(growth.copies))
+    pattern = sum(1 << (shift * copy) for copy in range(growth.live))
     return np.asarray((np.ascontiguousarray(bits).astype(wide) * wide.type(pattern)).view(bits.dtype))
 
 
-def _fill(out: Array, source: Array, growth: Growth, silent: int) -> None:
-    """Writes the widened middle axis of `source` [n, old, m] into `out` [n, new, m]."""
+def _fill(out: Array, source: Array, growth: Growth, filling: _Filling, entire: Array, at: int) -> None:
+    """Writes the widened middle axis of `source` [n, old, m] into `out` [n, new, m].
+
+    `entire` is the axis that `source` is a part of, or all of it, and `at` its first place in the new one.
+    """
     if isinstance(growth, Laid):
         old, new = 0, 0
         for part in growth.parts:
-            _fill(out[:, new : new + part.new], source[:, old : old + part.old], part, silent)
+            _fill(out[:, new : new + part.new], source[:, old : old + part.old], part, filling, entire, at + new)
             old, new = old + part.old, new + part.new
         return
     inner = growth.inner
@@ -309,16 +366,17 @@ def _fill(out: Array, source: Array, growth: Growth, silent: int) -> None:
     n, _, m = source.shape
     spread = out.reshape(n, growth.size, growth.copies, step_new, m)
     blocks = source.reshape(n, growth.size, step_old, m)
-    for copy in range(growth.copies):
-        if growth.first_only and copy:
-            spread[:, :, copy] = silent
-        elif inner is None:
+    for copy in range(growth.live):
+        if inner is None:
             spread[:, :, copy] = blocks
         else:
-            _fill_each(spread[:, :, copy], blocks, inner, silent)
+            _fill_each(spread[:, :, copy], blocks, inner, filling, entire, at)
+    if growth.live < growth.copies:
+        rest = spread[:, :, growth.live :]
+        rest[...] = filling.of(growth.fill, entire, rest.shape, at * m)
 
 
-def _fill_each(out: Array, blocks: Array, inner: Growth, silent: int) -> None:
+def _fill_each(out: Array, blocks: Array, inner: Growth, filling: _Filling, entire: Array, at: int) -> None:
     """The inner tree for every outer position: `blocks` [n, outer, old, m] into `out` [n, outer, new, m]."""
     for outer in range(blocks.shape[1]):
-        _fill(out[:, outer], blocks[:, outer], inner, silent)
+        _fill(out[:, outer], blocks[:, outer], inner, filling, entire, at + outer * inner.new)

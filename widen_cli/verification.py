@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
@@ -241,11 +241,22 @@ def _other_keys(job: Job, found: Checkpoint) -> Iterator[Difference]:
     if found.gguf is None and not found.config.present:
         return
     values: dict[str, Any] = dict(found.gguf.header.values) if found.gguf else found.config.values
-    for key, expected in _expected_keys(job).items():
+    yield from _differing(_expected_keys(job), values)
+
+
+def _differing(expected: Mapping[str, Any], values: Mapping[str, Any], section: str = "") -> Iterator[Difference]:
+    """What is expected and is not there so, by its place in sections; and what a section holds beside it. Beside the sections
+    other keys may stand, as loaders and trainers add them."""
+    for key, value in expected.items():
+        name = section + key
         if key not in values:
-            yield Difference(key, f"should be {_value(expected)}, is missing")
-        elif not _same_value(values[key], expected):
-            yield Difference(key, f"should be {_value(expected)}, is {_value(values[key])}")
+            yield Difference(name, f"should be {_value(value)}, is missing")
+        elif isinstance(value, dict) and isinstance(values[key], dict):
+            yield from _differing(value, values[key], f"{name}.")
+            others = (other for other in values[key] if other not in value)
+            yield from (Difference(f"{name}.{other}", "should not be there") for other in others)
+        elif not _same_value(values[key], value):
+            yield Difference(name, f"should be {_value(value)}, is {_value(values[key])}")
 
 
 def _same_value(one: Any, other: Any) -> bool:

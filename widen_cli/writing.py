@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,6 +23,7 @@ from widen_cli.sources import HeldSource
 from widen_cli.stream import Stream, Target, TensorStream, Writer
 from widen_cli.tied import tied_digests, unequal
 from widen_cli.transform import Counts
+from widen_cli.views import ViewSource
 
 INDEX = "model.safetensors.index.json"
 
@@ -87,8 +87,6 @@ class _Writing:
         }
         self.twinned = {plan.stored_name for plan in job.plan.tensors if isinstance(plan.source, Twin)}
         self.stored |= {plan.source.name: _ones(plan.source) for plan in job.plan.tensors if plan.made}
-        self.held: tuple[int, HeldSource] | None = None
-        self.shared = self.read_again()
 
     def shard(self, shard: Shard, output: FileOutput | StreamOutput, forward_only: bool) -> None:
         """Writes one file: its header, its tensors, and zeros where its format wants gaps filled."""
@@ -131,21 +129,12 @@ class _Writing:
                 where, zeros = gaps[name]
                 output.write_at(where, bytes(zeros))
 
-    def read_again(self) -> frozenset[int]:
-        """Of a pipe, the offsets of the bytes that several tensors take, as where a layer is there twice."""
-        offsets = [tensor.offset for tensor in self.stored.values() if tensor.source.sequential and tensor.nbytes]
-        return frozenset(offset for offset, times in Counter(offsets).items() if times > 1)
-
     def source(self, tensor: TensorPlan) -> StoredTensor:
         """The stored tensor; held in memory where a pipe, which passes once, is to be written under several names."""
         name = tensor.stored_name
         stored = self.stored[name]
-        if stored.source.sequential and stored.offset in self.shared:
-            # Those that take the same bytes follow one another.
-            if self.held is None or self.held[0] != stored.offset:
-                data = stored.source.read(stored.offset, stored.nbytes)
-                self.held = stored.offset, HeldSource(stored.source.name, data)
-            return replace(stored, source=self.held[1], offset=0)
+        if isinstance(stored.source, ViewSource):
+            return replace(stored, source=stored.source.taken())
         if stored.source.sequential and (len(tensor.names) > 1 or name in self.twinned):
             held = HeldSource(stored.source.name, stored.source.read(stored.offset, stored.nbytes))
             stored = self.stored[name] = replace(stored, source=held, offset=0)
@@ -186,10 +175,7 @@ def _write_parts(job: Job, writing: _Writing) -> None:
 
 
 def _open_config(job: Job, stack: ExitStack) -> list[FileOutput]:
-    """Writes a config of its own; what is to be put in place with the weights, and after them.
-
-    Weights alone are seen to be alone, a config alone misleads.
-    """
+    """Writes a config of its own; what is to be put in place with the weights, and before them."""
     if job.config_target is None:
         return []
     if is_stream(job.config_target):

@@ -151,10 +151,7 @@ def _judged(kind: BlockType, growth: Growth) -> RowLayout | str:
 def _places(run: Run) -> tuple[Numbers, Flags]:
     """The old place of each value of a run, and whether it is a zero instead."""
     source = np.repeat(np.arange(run.start, run.stop), run.each)
-    zero = np.full(source.size, run.zero)
-    if run.first_only:
-        zero |= np.arange(source.size) % run.each > 0
-    return source, zero
+    return source, (np.arange(source.size) % run.each >= run.live) | run.filled
 
 
 def _items(source: Numbers, zero: Flags, size: int, entire: bool) -> Numbers | None:

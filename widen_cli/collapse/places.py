@@ -62,8 +62,7 @@ def places(growth: Growth) -> Places:
     found = runs(growth)
     origins = [np.arange(run.start, run.stop).repeat(run.each) for run in found]
     empty = [
-        (np.arange(len(origin)) % run.each > 0) & run.first_only | run.zero
-        for run, origin in zip(found, origins, strict=True)
+        (np.arange(len(origin)) % run.each >= run.live) | run.filled for run, origin in zip(found, origins, strict=True)
     ]
     origin, zero = np.concatenate([*origins, np.empty(0, np.int64)]), np.concatenate([*empty, np.empty(0, np.bool_)])
     held = np.flatnonzero(~zero)

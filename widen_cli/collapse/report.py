@@ -68,7 +68,7 @@ def as_json(folded: Folded) -> dict[str, Any]:
     return {
         "architecture": folded.plan.architecture,
         "scaling": folded.plan.mode,
-        "factors": {axis: folded.plan.factors[axis] for axis in folded.plan.axes},
+        "factors": folded.plan.named_factors,
         "recorded": folded.recorded,
         "alike": not folded.moved,
         "distance": _finite(whole.relative),

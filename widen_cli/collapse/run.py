@@ -22,10 +22,11 @@ from widen_cli.gguf.checkpoint import FILE_TYPE, described_anew
 from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
-from widen_cli.plan.growth import parse_grow
+from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
+from widen_cli.plan.wishes import parse_grow
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
@@ -113,13 +114,20 @@ def _prepared(options: Options, told: str | None) -> _Prepared:
         if wide.faults:
             raise WidenError(*wide.faults)
         record = _record(options, wide, told)
-        making = _Making(
-            asked=replace(
-                record.again(replace(options, dtype=None, dequantize=None)) if record else options, named=False
-            ),
-            record=record,
-            was=record.was if record and not _says_growth(options) else None,
-        )
+        _refuse_experts(options, wide, record)
+        asked = replace(options, named=False)
+        if record:
+            asked = record.again(replace(asked, dtype=None, dequantize=None))
+        if asked.grow is not None and parse_growth(asked.grow)[1]:
+            raise WidenError(
+                f"{printable(wide.name)}: grew differently from layer to layer (--grow {printable(asked.grow)}), which is "
+                "not folded back; go on with the narrow model"
+            )
+        told_by_record = record is not None and not options.says_growth
+        if record and told_by_record:
+            # A factor alone leaves it to the stored types whether heads become more or larger, and training changes those.
+            asked = replace(asked, factor=None, grow=record.grown) if record.factors else asked
+        making = _Making(asked, record, record.was if record and told_by_record else None)
         prepared = (_planned_adapter if wide.adapter else _planned)(options, wide, making, faults)
         if not faults.texts:
             refused.pop_all()
@@ -141,11 +149,26 @@ def _opened(options: Options) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Making:
-    """How the wide model was made: the options of it, the record that tells them, and what that knows of the narrow model."""
+    """How the wide model was made: the options of it, the record that tells them, what that knows of the narrow model."""
 
     asked: Options
     record: Record | None
     was: Was | None
+
+    @property
+    def request(self) -> PlanRequest:
+        """What the plan is asked for."""
+        options = self.asked
+        asked = parse_grow(options.grow) if options.grow is not None else {}
+        return PlanRequest(
+            options.input,
+            options.factor,
+            asked,
+            options.scaling,
+            settings=parse_settings(options.settings),
+            layout=options.layout,
+            rope=options.rope,
+        )
 
 
 def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults) -> _Prepared:
@@ -159,7 +182,7 @@ def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults
     wide = replace(wide, config=wide.config.within(choice.section))
     check_settings(choice.architecture, wide.found_config, parse_settings(options.settings))
     kept = _kept_types(was, options)
-    request = replace(_request(asked), root=choice.root)
+    request = replace(making.request, root=choice.root)
     untied = choice.architecture.untie if asked.untie else ()
     narrow = narrow_model(choice.architecture, wide.tensors, wide.config, request, _known(was, kept, untied))
     plan = make_plan(choice.architecture, narrow.headers, narrow.told, narrow.request)
@@ -170,7 +193,7 @@ def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults
     config = _described(config, wide, folds, options, was)
     # The planner tells the sizes that a wide model needs, which is what lies here.
     told_by_plan = [text for text in plan.warnings if wide.config.present or "no config was found" not in text]
-    texts = (*choice.warnings, *_doubts(making, plan, wide), *warnings, *told_by_plan)
+    texts = (*choice.warnings, *_doubts(making, plan, wide, narrow.by_types), *warnings, *told_by_plan)
     return _resolved(options, wide, making, plan, folds, config, texts, faults)
 
 
@@ -184,7 +207,7 @@ def _planned_adapter(options: Options, wide: Checkpoint, making: _Making, faults
         asked.config,
         asked.map,
         asked.strip_prefix,
-        replace(_request(asked), untie=asked.untie),
+        replace(making.request, untie=asked.untie),
         back=True,
     )
     folds = _folds(wide, plan, options, was if _kept_types(was, options) else None, faults)
@@ -211,7 +234,7 @@ def _resolved(
     companions = companions_of(wide, options.input, options.output, sidecars)
     shards = output_shards(written, source, options.input, options.output, options.max_shard_size, directory)
     with faults.collecting():
-        check_parts(options, source, shards, directory, None)
+        check_parts(options, source, shards, directory)
         check_room(options, shards, companions, None)
     texts = (*wide.warnings, *warnings, *unsaved(written, wide, target, options, directory))
     job = Job(options, source, written, shards, config, target, directory, companions, texts)
@@ -219,10 +242,6 @@ def _resolved(
 
 
 # How it was widened.
-
-
-def _says_growth(options: Options) -> bool:
-    return options.says_growth
 
 
 def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | None:
@@ -235,7 +254,7 @@ def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | No
             raise WidenError(f"--record {printable(told)}: does not record how it was made; give its options instead")
         return read_record(text, told)
     if wide.record is None:
-        if not _says_growth(options):
+        if not options.says_growth:
             raise WidenError(
                 f"{printable(wide.name)}: does not record how it was widened; say how, as for the conversion, such as "
                 "--factor 2, or give --record with the model as it was written then"
@@ -244,23 +263,18 @@ def _record(options: Options, wide: Checkpoint, told: str | None) -> Record | No
     try:
         return read_record(wide.record, wide.name)
     except WidenError:
-        if _says_growth(options):
+        if options.says_growth:
             return None
         raise
 
 
-def _request(options: Options) -> PlanRequest:
-    grow = parse_grow(options.grow) if options.grow is not None else {}
-    factor = options.factor
-    return PlanRequest(
-        options.input,
-        factor,
-        grow,
-        options.scaling,
-        settings=parse_settings(options.settings),
-        layout=options.layout,
-        rope=options.rope,
-    )
+def _refuse_experts(options: Options, wide: Checkpoint, record: Record | None) -> None:
+    """Experts have no way back: once they are trained no one of them, nor their mean, is the dense layer."""
+    if options.experts is not None or (record is not None and record.said.experts is not None):
+        raise WidenError(
+            f"{printable(wide.name)}: was made a mixture of experts (--experts), of which no dense model is folded: "
+            "experts that were trained are no copies, and those that were not stand in the dense model still"
+        )
 
 
 def _known(was: Was | None, kept: bool, untied: Sequence[str]) -> Known | None:
@@ -279,11 +293,16 @@ def _kept_types(was: Was | None, options: Options) -> bool:
     return was is not None and not asked and all(name in STORED for name in was.types.values())
 
 
-def _doubts(making: _Making, plan: Plan, wide: Checkpoint) -> tuple[str, ...]:
+def _doubts(making: _Making, plan: Plan, wide: Checkpoint, by_types: bool = False) -> tuple[str, ...]:
     doubts: list[str] = []
     if making.record is None and making.asked.scaling == "auto":
         doubts.append(
             f"{printable(wide.name)}: nothing records its scaling, taken as {plan.mode}; say --scaling if it was another"
+        )
+    if by_types and making.asked.factor is not None:
+        doubts.append(
+            f"{printable(wide.name)}: nothing records what --factor made of its heads; by the types stored now, taken as "
+            f"{plan.grown}; say --grow if it was otherwise"
         )
     if making.asked.untie:
         doubts.append(

@@ -21,7 +21,8 @@ from widen_cli.plan.narrowing import Header
 from widen_cli.plan.result import DEPENDS, EXACT, TensorPlan
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.scales import ONE, Scale
-from widen_cli.stream import BLOCK_BYTES, StoredBytes, Target, WorkingThreads, layout
+from widen_cli.stream import BLOCK_BYTES, StoredBytes, Target, layout
+from widen_cli.threads import WorkingThreads
 from widen_cli.transform import Counts
 
 Array = npt.NDArray[Any]

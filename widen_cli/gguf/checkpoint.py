@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from widen_cli.config import ModelConfig
@@ -96,17 +96,48 @@ def _size_label(tensors: Sequence[tuple[str, tuple[int, ...]]], total: int) -> s
     return str(size_label(total, shared, each, count))
 
 
+VOCABULARY = "vocab_size"
+TOKENS, SCORES, TOKEN_TYPES = (f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type"))
+# What llama.cpp's converter gives tokens that a model has rows for and its tokenizer no words.
+UNUSED, UNUSED_SCORE = 5, -1000.0
+
+
+def _padded_tokenizer(values: Mapping[str, GgufValue], name: str, size: int) -> dict[str, GgufValue]:
+    """The tokenizer's lists for `size` tokens, new ones being unused: llama.cpp wants a token for each row of the embedding."""
+    tokens = values.get(TOKENS)
+    if tokens is None or tokens.count is None:
+        return {}
+    more = range(tokens.count, size)
+    if not more:
+        raise WidenError(
+            f"{name}: {TOKENS} lists {tokens.count} tokens, and the padded model has rows for {size}; {AGAIN}"
+        )
+    entries: dict[str, list[object]] = {
+        TOKENS: [f"[PAD{token}]" for token in more],
+        SCORES: [UNUSED_SCORE] * len(more),
+        TOKEN_TYPES: [UNUSED] * len(more),
+    }
+    return {key: values[key].longer(new) for key, new in entries.items() if key in values}
+
+
 def changed_metadata(model: GgufModel, name: str, changes: Iterable[tuple[str, Any]]) -> dict[str, GgufValue]:
     """The metadata with changed or added values, each in the type that it has; everything else verbatim and in order."""
     prefix = gguf_architecture(model, name) + "."
     values = dict(model.header.values)
     for key, new in changes:
+        if key == VOCABULARY:
+            values |= _padded_tokenizer(values, name, new)
         full = key if key.startswith("general.") else prefix + key
         if full in values:
+            found = values[full]
             try:
-                values[full] = values[full].like(new)
+                # What was one number for all layers may become one for each.
+                listed = isinstance(new, list) and found.element is None
+                values[full] = GgufValue.of(ValueType.ARRAY, new, found.type) if listed else found.like(new)
             except ValueError as error:
                 raise WidenError(f"{name}: {full}: {error}; correct its type in the file's metadata") from None
         else:
-            values[full] = GgufValue.of(ValueType.F32 if isinstance(new, float) else ValueType.U32, new)
+            kind = ValueType.F32 if isinstance(new, float) else ValueType.U32
+            listed = isinstance(new, list)
+            values[full] = GgufValue.of(ValueType.ARRAY if listed else kind, new, kind if listed else None)
     return values

@@ -91,6 +91,13 @@ class GgufValue:
         """Another value of the same type and, for an array, of the same element type; ValueError as in `of`."""
         return GgufValue.of(self.type, value, self.element)
 
+    def longer(self, values: Sequence[object]) -> GgufValue:
+        """The array with more elements behind its own; ValueError where its element type cannot hold them."""
+        if self.element is None or self.count is None:
+            raise ValueError("only an array has elements")
+        start = _ARRAY_START.pack(self.element, self.count + len(values))
+        return GgufValue(self.type, start + self.raw[_ARRAY_START.size :] + _encoded(self.element, values))
+
     @staticmethod
     def of(type: ValueType, value: object, element: ValueType | None = None) -> GgufValue:
         """The value as stored; an array is a sequence and needs its `element` type.

@@ -29,8 +29,8 @@ FAULTS_SHOWN = 8
 LORA_NAME = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<table>embedding_)?)(?P<side>[AB])(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?P<end>\.weight|\.bias)?"
 )
-# What stands in the names of modules that PEFT has wrapped.
-_WRAPPED = re.compile(r"\.base_layer(?=\.|$)|\.modules_to_save(\.[^.]+)?(?=\.(weight|bias)$)")
+# What stands in the names of modules that PEFT has wrapped. With all biases it saves those of modules that others replace.
+_WRAPPED = re.compile(r"\.base_layer(?=\.|$)|\.(modules_to_save(\.[^.]+)?|original_module)(?=\.(weight|bias)$)")
 
 _OTHER_KINDS = {
     "lora_magnitude_vector": "DoRA, whose magnitudes belong to the norms of narrow weights; merge the adapter into its base first",

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import CONFIG_NAMES, DType
 from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import UnknownValueError
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales
 
 
-def wide_sizes(sizes: Sizes, factors: dict[str, int]) -> Sizes:
-    """The sizes of the wide model."""
+def wide_sizes(
+    sizes: Sizes, factors: Mapping[str, Factor], layered: Mapping[str, tuple[int, ...]] | None = None
+) -> Sizes:
+    """The sizes of the wide model; `layered` are the factors in every layer of axes that grow by ranges of layers."""
     wide = Sizes(sizes.architecture, sizes.config)
-    wide.known = {name: size * factors[name] for name, size in sizes.known.items()}
-    wide.layered = {name: tuple(size * factors[name] for size in all_) for name, all_ in sizes.layered.items()}
+    wide.known = {name: int(size * factors[name]) for name, size in sizes.known.items()}
+    wide.layered = {name: tuple(int(size * factors[name]) for size in all_) for name, all_ in sizes.layered.items()}
+    for name, each in (layered or {}).items():
+        old = sizes.layered.get(name) or [sizes.known[name]] * len(each)
+        wide.layered[name] = tuple(size * factor for size, factor in zip(old, each, strict=True))
+        wide.known[name] = max(wide.layered[name])
     return wide
 
 
@@ -25,13 +33,20 @@ class ConfigChanges:
     """Works out the changes from the old sizes, the factors of the axes and the solved scales."""
 
     def __init__(
-        self, old: Sizes, factors: dict[str, int], spaces: SpaceScales, config: ModelConfig, dtype: DType | None
+        self,
+        old: Sizes,
+        factors: Mapping[str, Factor],
+        spaces: SpaceScales,
+        config: ModelConfig,
+        dtype: DType | None,
+        layered: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.old = old
         self.factors = factors
         self.spaces = spaces
         self.config = config
         self.dtype = dtype
+        self.layered = layered or {}
 
     def all(self, scales: dict[str, Any]) -> list[ConfigChange]:
         """Every change. Raises WidenError for an epsilon that is no number."""
@@ -39,25 +54,28 @@ class ConfigChanges:
 
     def sizes(self) -> list[ConfigChange]:
         changes = []
-        wide = wide_sizes(self.old, self.factors)
+        wide = wide_sizes(self.old, self.factors, self.layered)
         for name, axis in self.old.architecture.axes.items():
-            grows = self.factors[name] != 1
+            grows = self.factors[name] != 1 or name in self.layered
             if not axis.keys or name not in self.old.known or not (self.config.present or grows):
                 continue
             new = wide.known[name]
             held = [key for key in axis.keys if self.config.get(key) is not None]
             for key in held if grows else ():
                 old = self.config.get(key)
-                each = [size * self.factors[name] for size in old] if isinstance(old, list) else new
+                each = [int(size * self.factors[name]) for size in old] if isinstance(old, list) else new
+                each = list(wide.layered[name]) if name in self.layered else each
                 changes.append(ConfigChange(key, old, each, EXACT))
-            if not held and (grows or axis.otherwise) and not self.follows(axis.otherwise, wide, new):
+            if not held and name in self.layered:
+                changes.append(ConfigChange(axis.keys[0], None, list(wide.layered[name]), EXACT))
+            elif not held and (grows or axis.otherwise) and not self.follows(axis.otherwise, wide, new):
                 changes.append(ConfigChange(axis.keys[0], None, new, EXACT))
         return changes
 
     def follows(self, formula: Any, wide: Sizes, new: int) -> bool:
         """Whether an absent key still means the right size in the wide model."""
         try:
-            return formula is not None and bool(wide.evaluate(formula) == new)
+            return formula is not None and bool(wide.first().evaluate(formula) == new)
         except (UnknownValueError, ValueError):
             return False
 

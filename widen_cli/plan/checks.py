@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.errors import Faults, WidenError, brief, printable
 from widen_cli.formulas import Formula, UnknownValueError, dotted, evaluate
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import wide_sizes
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.laws import is_norm
+from widen_cli.plan.lookup import config_lookup
 from widen_cli.plan.match import (
     MISSING_SHOWN,
     Match,
     StoredHeader,
     common_prefix,
-    config_lookup,
     match_tensors,
     missing_tensors,
     report_strangers,
@@ -63,15 +64,15 @@ def check_input(
         faults.add(f"{file}: {text}")
     if len(match.torn) > MISSING_SHOWN:
         faults.add(f"{file}: ... and {len(match.torn) - MISSING_SHOWN} more weights in MXFP4 blocks")
-    missing = missing_tensors(architecture, match, config)
+    shape_faults = Faults()
+    sizes = resolve_sizes(architecture, config, match, shape_faults)
+    missing = missing_tensors(architecture, match, config, sizes.known)
     for name in missing[:MISSING_SHOWN]:
         faults.add(
             f"{file}: tensor '{printable(name)}' is missing; the file is incomplete, or the config belongs to another model"
         )
     if len(missing) > MISSING_SHOWN:
         faults.add(f"{file}: ... and {len(missing) - MISSING_SHOWN} more tensors are missing")
-    shape_faults = Faults()
-    sizes = resolve_sizes(architecture, config, match, shape_faults)
     for text in shape_faults.texts:
         faults.add(f"{file}: {text}")
     for text, place in architecture.todo:
@@ -97,12 +98,20 @@ def _check_supported(architecture: ArchitectureMap, config: ModelConfig) -> None
         )
 
 
-def check_requirements(architecture: ArchitectureMap, sizes: Sizes, factors: dict[str, int], file: str) -> None:
-    """Refuses new sizes that the model's own library would refuse."""
+def check_requirements(
+    architecture: ArchitectureMap,
+    sizes: Sizes,
+    factors: Mapping[str, Factor],
+    file: str,
+    layered: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Refuses new sizes that the model's own library would refuse; `layered` as in `wide_sizes`."""
     faults: dict[str, None] = {}
-    wide = wide_sizes(sizes, factors)
+    wide = wide_sizes(sizes, factors, layered)
+    layers = range(max((len(each) for each in wide.layered.values()), default=1))
+    pairs = {(id(old), id(new)): (old, new) for old, new in ((sizes.at(n), wide.at(n)) for n in layers)}
     for formula in architecture.requires:
-        for old, new in zip(sizes.layers(), wide.layers(), strict=True):
+        for old, new in pairs.values():
             try:
                 kept = _lacks(new, formula) or new.evaluate(formula) or not old.evaluate(formula)
             except UnknownValueError:

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from widen_cli.formulas import Formula, UnknownValueError, dotted
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.factors import NO_SIZES, Factor, factor_of, unfit_size
 from widen_cli.plan.sizes import Sizes
 
 
@@ -26,19 +27,21 @@ class Equality:
         """All names, each once."""
         return tuple(dict.fromkeys(self.left + self.right))
 
-    def ratio(self, factors: Mapping[str, int]) -> Fraction:
+    def ratio(self, factors: Mapping[str, Factor]) -> Fraction:
         """By how much more the left side grows than the right one."""
-        left, right = (math.prod(factors.get(name, 1) for name in side) for side in (self.left, self.right))
-        return Fraction(left, right)
+        left, right = (math.prod(Fraction(factors.get(name, 1)) for name in side) for side in (self.left, self.right))
+        return Fraction(left) / right
 
-    def mended(self, factors: Mapping[str, int], free: Iterable[str]) -> tuple[str, int] | None:
-        """The first free axis that can make both sides equal, with its factor; None where none can by a whole factor."""
+    def mended(
+        self, factors: Mapping[str, Factor], free: Iterable[str], sizes: Mapping[str, int] = NO_SIZES
+    ) -> tuple[str, Factor] | None:
+        """The first free axis that can make both sides equal, with its factor; None where none can by a whole size."""
         ratio = self.ratio(factors)
         for axis in free:
             power = self.right.count(axis) - self.left.count(axis)
             factor = factors[axis] * (ratio if power == 1 else 1 / ratio)
-            if abs(power) == 1 and factor.denominator == 1:
-                return axis, int(factor)
+            if abs(power) == 1 and unfit_size(axis, factor, sizes) is None:
+                return axis, factor_of(factor)
         return None
 
 
@@ -94,8 +97,8 @@ def _factors(node: ast.expr) -> tuple[str, ...] | None:
 
 
 def followers(
-    asked: Mapping[str, int], found: Sequence[Equality], growing: Iterable[str]
-) -> dict[str, tuple[int, str]]:
+    asked: Mapping[str, Factor], found: Sequence[Equality], growing: Iterable[str]
+) -> dict[str, tuple[Factor, str]]:
     """The axes that an equation of two single axes makes equal to one asked for: the factor of each, and the equation."""
     known, causes = dict(asked), dict[str, str]()
     for _ in found:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from widen_cli.config import ModelConfig
-from widen_cli.dimensions import Copies, Growth, Laid, Run, runs
+from widen_cli.dimensions import Copies, Fill, Growth, Laid, Run, runs
 from widen_cli.errors import printable
 from widen_cli.map_rules import BLOCKS, SCALES
 from widen_cli.plan.match import GRID, StoredHeader
@@ -50,6 +50,11 @@ def with_grid(plan: TensorPlan, grid: StoredHeader, block: tuple[int, int]) -> t
             f"{list(expected)}; the config's weight_block_size belongs to another model"
         )
     growth = plan.growth or ()
+    if plan.fills - {Fill.ZERO}:
+        raise UnfitGridError(
+            f"tensor '{printable(plan.source.name)}' is block-scaled FP8, of whose values no mean is taken and none is drawn; "
+            "dequantise the model first"
+        )
     try:
         own = tuple(_grid_growth(tree, side) for tree, side in zip(growth, block, strict=True))
     except UnfitGridError as error:
@@ -91,7 +96,13 @@ def _grid_growth(tree: Growth, side: int) -> Growth:
             held = set()
         held.add(place)
     places.append(_only(held, side))
-    return _as_growth(places, -(-tree.old // side), side)
+    try:
+        return _as_growth(places, -(-tree.old // side), side)
+    except UnfitGridError:
+        # Parts that begin and end with blocks are laid each by itself.
+        if isinstance(tree, Laid) and not any(part.old % side or part.new % side for part in tree.parts):
+            return Laid(tuple(_grid_growth(part, side) for part in tree.parts))
+        raise
 
 
 def _places(found: Sequence[Run], side: int) -> Iterator[Place]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from widen_cli.errors import WidenError, did_you_mean, printable
+from widen_cli.errors import WidenError, did_you_mean
 from widen_cli.formulas import dotted
 from widen_cli.map_checks import POSITIONS
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.equalities import Equality, followers
+from widen_cli.plan.factors import NO_SIZES, Factor, factor_of, is_whole, unfit_size
 from widen_cli.plan.laws import taken
 
 PLAIN = "its rotary angles depend on the head size, and a plain repeat gives the copies other angles"
@@ -22,51 +22,36 @@ FACTOR_LIMIT = 65536  # beyond any model, and small enough that its primes are f
 
 @dataclass(frozen=True)
 class AxisGrowth:
-    """The factor of every axis, and in words what followed from what."""
+    """The factor of every axis, a whole number or a fraction, and in words what followed from what."""
 
-    factors: dict[str, int]
+    factors: dict[str, Factor]
     notes: tuple[str, ...]
-
-
-def parse_grow(text: str, option: str = "--grow") -> dict[str, int]:
-    """The factors of `hidden=2,intermediate=3`. Raises WidenError with an example for what cannot be read."""
-    factors: dict[str, int] = {}
-    for piece in text.split(","):
-        axis, equals, number = (part.strip() for part in piece.partition("="))
-        if not equals or not axis or not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= FACTOR_LIMIT:
-            raise WidenError(
-                f"{option} {printable(text)}: '{printable(piece)}' is no axis=factor with a whole factor from 1 to {FACTOR_LIMIT}; "
-                "write for example hidden=2,intermediate=3"
-            )
-        if axis in factors:
-            raise WidenError(f"{option} {printable(text)}: '{printable(axis)}' stands twice")
-        factors[axis] = int(number)
-    return factors
 
 
 def axis_growth(
     architecture: ArchitectureMap,
     factor: int | None,
-    asked: Mapping[str, int],
+    asked: Mapping[str, Factor],
     by_heads: bool,
     positions: Mapping[str, set[str]],
     equal: Sequence[Equality] = (),
     rope: str = PLAIN,
+    sizes: Mapping[str, int] = NO_SIZES,
 ) -> AxisGrowth:
     """The factor of every axis.
 
     `factor` grows the family's width axes and its attention, by heads or by head size as `by_heads` says;
-    `asked` sets single axes. An axis that the config ties to others (hidden = heads * head_dim) follows them.
+    `asked` sets single axes, which `check_asked` let pass. An axis that the config ties to others (hidden = heads * head_dim) follows them.
     `positions` names the axes that rotary angles, ALiBi slopes or run-time sinusoids stand on, `rope` says what the first
     speak against; `equal` are the products of sizes that have to stay equal: what was not asked for follows.
+    `sizes` are the old sizes that are known: a factor may be a fraction where the new size is whole.
     Raises WidenError with every axis that cannot grow so, and why.
     """
-    _check_asked(architecture, asked)
     growth = architecture.growth
-    wanted = {axis: factor for axis in growth.width if factor} | dict(asked)
+    wanted: dict[str, Factor] = {**{axis: factor for axis in growth.width if factor}, **asked}
     hidden = growth.width[0]
     if factor:
-        wanted = dict.fromkeys(_attention(architecture, asked, by_heads), factor) | wanted
+        wanted = {**dict.fromkeys(_attention(architecture, asked, by_heads), factor), **wanted}
     growing = [axis for axis in growing_axes(architecture) if axis not in asked and architecture.axes[axis].keys]
     following = followers(asked, equal, growing)
     wanted_too = wanted | {axis: number for axis, (number, _) in following.items()}
@@ -75,14 +60,22 @@ def axis_growth(
     # What the family's default set is moved last.
     free = sorted((axis for axis in order if axis in growing and axis not in standing), key=lambda axis: axis in wanted)
     torn: list[Equality] = []
-    for completion in _completions(architecture, wanted_too, asked, by_heads, hidden):
-        balanced = _balanced(architecture, completion, equal, free)
+    ways = _completions(architecture, wanted_too, asked, by_heads, hidden)
+    # Fractions are for those who ask for one; what whole factors do stays what it is.
+    tried = [(way, NO_SIZES) for way in ways]
+    tried += [(way, sizes) for way in ways if not all(map(is_whole, asked.values()))]
+    for completion, known in tried:
+        balanced = _balanced(architecture, completion, equal, free, known)
         if isinstance(balanced, Equality):
             torn.append(balanced)
         elif balanced is not None and all(balanced.factors[axis] == number for axis, number in asked.items()):
             _check_positions(balanced.factors, positions, rope)
             causes = {axis: text for axis, (_, text) in following.items()} | balanced.causes
             return AxisGrowth(balanced.factors, _notes(architecture, balanced.factors, wanted, causes))
+    if faults := [fault for axis, number in asked.items() if (fault := unfit_size(axis, number, sizes))]:
+        raise WidenError(*faults)
+    if tried[len(ways) :] and not torn and (uneven := _uneven(architecture, ways, asked, sizes)):
+        raise WidenError(uneven)
     raise WidenError(_unequal(architecture, asked or wanted, torn[0]) if torn else _impossible(architecture, wanted))
 
 
@@ -90,28 +83,32 @@ def axis_growth(
 class _Balanced:
     """The factor of every axis, and the equation by which an axis was moved."""
 
-    factors: dict[str, int]
+    factors: dict[str, Factor]
     causes: dict[str, str]
 
 
 def _balanced(
-    architecture: ArchitectureMap, chosen: Mapping[str, int], equal: Sequence[Equality], free: Sequence[str]
+    architecture: ArchitectureMap,
+    chosen: Mapping[str, Factor],
+    equal: Sequence[Equality],
+    free: Sequence[str],
+    sizes: Mapping[str, int],
 ) -> _Balanced | Equality | None:
     """The factors after free axes were moved, each once, until all of `equal` hold; an equation that cannot hold; None where
-    factors are not whole."""
+    new sizes are not whole."""
     chosen, causes = dict(chosen), dict[str, str]()
-    while (factors := _all_factors(architecture, chosen)) is not None:
+    while (factors := _all_factors(architecture, chosen, sizes)) is not None:
         broken = next((equality for equality in equal if equality.ratio(factors) != 1), None)
         if broken is None:
             return _Balanced(factors, causes)
-        moved = broken.mended(factors, [axis for axis in free if axis not in causes])
+        moved = broken.mended(factors, [axis for axis in free if axis not in causes], sizes)
         if moved is None:
             return broken
         chosen[moved[0]], causes[moved[0]] = moved[1], broken.text
     return None
 
 
-def _attention(architecture: ArchitectureMap, asked: Mapping[str, int], by_heads: bool) -> tuple[str, ...]:
+def _attention(architecture: ArchitectureMap, asked: Mapping[str, Factor], by_heads: bool) -> tuple[str, ...]:
     """The axes by which attention follows a factor, unless the other way was asked for; a computed one follows by itself."""
     growth = architecture.growth
     if by_heads:
@@ -134,7 +131,8 @@ def growing_axes(architecture: ArchitectureMap) -> list[str]:
     ]
 
 
-def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, int]) -> None:
+def check_asked(architecture: ArchitectureMap, asked: Mapping[str, Factor]) -> None:
+    """Raises WidenError with every axis that there is not, or that cannot be asked for."""
     growing = growing_axes(architecture)
     faults = []
     for axis in asked:
@@ -143,36 +141,56 @@ def _check_asked(architecture: ArchitectureMap, asked: Mapping[str, int]) -> Non
                 f"--grow {axis}: map '{architecture.architecture}' has no such axis{did_you_mean(axis, growing)}; "
                 f"it has {', '.join(growing)}"
             )
-        elif axis not in growing and asked[axis] != 1:
-            faults.append(f"--grow {axis}: '{axis}' cannot grow; these can: {', '.join(growing)}")
+        elif axis not in growing and asked[axis] != 1 and not (architecture.axes[axis].padded and asked[axis] < 2):
+            how = "is only padded, to less than twice its size" if architecture.axes[axis].padded else "cannot grow"
+            faults.append(f"--grow {axis}: '{axis}' {how}; these can grow: {', '.join(growing)}")
     if faults:
         raise WidenError(*faults)
 
 
 def _completions(
-    architecture: ArchitectureMap, wanted: Mapping[str, int], asked: Mapping[str, int], by_heads: bool, hidden: str
-) -> list[dict[str, int]]:
+    architecture: ArchitectureMap,
+    wanted: Mapping[str, Factor],
+    asked: Mapping[str, Factor],
+    by_heads: bool,
+    hidden: str,
+) -> list[dict[str, Factor]]:
     """Ways to fill in the axes that were not asked for, the family's own way first."""
     growth = architecture.growth
     head_dim = growth.head_dim
     tied = head_dim is not None and architecture.axes[head_dim].computed
     width = wanted.get(hidden, 1)
-    ways: list[dict[str, int]] = []
+    ways: list[dict[str, Factor]] = []
+    free_heads = not any(axis in asked for axis in growth.heads)
     if tied and head_dim is not None:
-        free_heads = not any(axis in asked for axis in growth.heads)
         if free_heads and head_dim in wanted and width % wanted[head_dim] == 0 and width > 1:
-            ways.append(dict.fromkeys(growth.heads, width // wanted[head_dim]))
+            ways.append(dict.fromkeys(growth.heads, factor_of(Fraction(width) / wanted[head_dim])))
         if free_heads and head_dim not in wanted and by_heads:
             ways.append(dict.fromkeys(growth.heads, width))
     ways.append({})
+    if tied and free_heads and head_dim not in wanted and not is_whole(width):
+        ways.append(dict.fromkeys(growth.heads, width))
     if tied and hidden not in asked:
         ways.append({hidden: math.prod(wanted.get(axis, 1) for axis in (*growth.heads[:1], str(head_dim)))})
     return [{**way, **wanted, **({hidden: way[hidden]} if hidden in way else {})} for way in ways]
 
 
-def _all_factors(architecture: ArchitectureMap, chosen: Mapping[str, int]) -> dict[str, int] | None:
-    """Factors of every axis from those of the ones with keys; None where one would be no whole number."""
-    factors = {name: Fraction(1 if axis.fixed else chosen.get(name, 1)) for name, axis in architecture.axes.items()}
+def _all_factors(
+    architecture: ArchitectureMap, chosen: Mapping[str, Factor], sizes: Mapping[str, int]
+) -> dict[str, Factor] | None:
+    """Factors of every axis from those of the ones with keys; None where a new size would be no whole number."""
+    factors = _following(architecture, chosen)
+    if any(unfit_size(name, factor, sizes) or factor < 1 for name, factor in factors.items()):
+        return None
+    return {name: factor_of(factor) for name, factor in factors.items()}
+
+
+def _following(architecture: ArchitectureMap, chosen: Mapping[str, Factor]) -> dict[str, Fraction]:
+    """Factors of every axis from those of the ones with keys, whatever sizes they make."""
+    factors = {
+        name: Fraction(chosen.get(name, 1) if axis.padded or not axis.fixed else 1)
+        for name, axis in architecture.axes.items()
+    }
     growth = architecture.growth
     for _ in architecture.axes:
         if growth.head_dim is not None:
@@ -180,9 +198,23 @@ def _all_factors(architecture: ArchitectureMap, chosen: Mapping[str, int]) -> di
         for name, axis in architecture.axes.items():
             if axis.computed and axis.size is not None and not axis.fixed:
                 factors[name] = _factor_of(axis.size.tree, factors)
-    if any(factor.denominator != 1 or factor < 1 for factor in factors.values()):
-        return None
-    return {name: int(factor) for name, factor in factors.items()}
+    return factors
+
+
+def _uneven(
+    architecture: ArchitectureMap,
+    ways: Sequence[Mapping[str, Factor]],
+    asked: Mapping[str, Factor],
+    sizes: Mapping[str, int],
+) -> str | None:
+    """What to say where a fraction that was asked for leaves an axis that follows no whole size; None for other reasons."""
+    for way in ways:
+        for axis, factor in _following(architecture, way).items():
+            formula = architecture.axes[axis].size
+            if formula and axis in sizes and factor >= 1 and unfit_size(axis, factor, sizes):
+                told = ",".join(f"{name}={number}" for name, number in asked.items())
+                return f"--grow {told}: {axis} = {formula.text} would be {sizes[axis] * factor}, which is no whole size"
+    return None
 
 
 def _factor_of(node: ast.expr, factors: Mapping[str, Fraction]) -> Fraction:
@@ -202,7 +234,7 @@ def _factor_of(node: ast.expr, factors: Mapping[str, Fraction]) -> Fraction:
     return Fraction(1)
 
 
-def _check_positions(factors: Mapping[str, int], positions: Mapping[str, set[str]], rope: str) -> None:
+def _check_positions(factors: Mapping[str, Factor], positions: Mapping[str, set[str]], rope: str) -> None:
     reasons = {
         "rope": f"{rope}; grow heads instead",
         "alibi": "ALiBi's slopes depend on the number of heads; grow head_dim instead",
@@ -219,7 +251,10 @@ def _check_positions(factors: Mapping[str, int], positions: Mapping[str, set[str
 
 
 def _notes(
-    architecture: ArchitectureMap, factors: Mapping[str, int], wanted: Mapping[str, int], causes: Mapping[str, str]
+    architecture: ArchitectureMap,
+    factors: Mapping[str, Factor],
+    wanted: Mapping[str, Factor],
+    causes: Mapping[str, str],
 ) -> tuple[str, ...]:
     """Which axes grow without having been asked for, and by which tie; `causes` are those of axes that follow an equation."""
     ties = {name: axis.size.text for name, axis in architecture.axes.items() if axis.computed and axis.size}
@@ -239,7 +274,7 @@ def _notes(
     return tuple(notes)
 
 
-def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, int]) -> str:
+def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, Factor]) -> str:
     tied = [
         f"{name} = {axis.size.text}"
         for name, axis in architecture.axes.items()
@@ -252,7 +287,7 @@ def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, int]) -> str
     )
 
 
-def _unequal(architecture: ArchitectureMap, asked: Mapping[str, int], torn: Equality) -> str:
+def _unequal(architecture: ArchitectureMap, asked: Mapping[str, Factor], torn: Equality) -> str:
     """What to say of factors that would make two sides unequal, with those asked for that are in it."""
     named = [f"{axis}={asked[axis]}" for axis in torn.names if axis in asked]
     return (

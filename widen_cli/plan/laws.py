@@ -15,6 +15,7 @@ from typing import TypeGuard
 from widen_cli.formulas import Formula, dotted
 from widen_cli.map_checks import HOMOGENEOUS, POSITIONS
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.factors import Factor
 from widen_cli.scales import ONE, Scale
 
 
@@ -72,17 +73,20 @@ class FormulaReader:
 
     `factor` gives the growth of the axis a name lies on, `condition` decides `x if c else y`,
     `function` the activation that a config key names. `once` are axes whose new positions are zero on one side of q.k,
-    `multipliers` the config keys that may take a factor.
+    `multipliers` the config keys that may take a factor. `copies` says how many copies of an axis are summed at least, and
+    `spread` by what a norm's root mean square changes where its axis is filled up.
     """
 
     def __init__(
         self,
         architecture: ArchitectureMap,
-        factor: Callable[[str], int],
+        factor: Callable[[str], Factor],
         condition: Callable[[ast.expr], bool],
         function: Callable[[str], str],
         once: frozenset[str] = frozenset(),
         multipliers: frozenset[str] = frozenset(),
+        copies: Callable[[str], int] = lambda name: 1,
+        spread: Callable[[ast.expr], Scale] = lambda node: ONE,
     ) -> None:
         self.architecture = architecture
         self.factor = factor
@@ -90,6 +94,8 @@ class FormulaReader:
         self.function = function
         self.once = once
         self.multipliers = multipliers
+        self.copies = copies
+        self.spread = spread
         self.reading = Reading()
 
     def read(self, present: set[str], written: set[str]) -> Reading:
@@ -104,9 +110,9 @@ class FormulaReader:
             normed = self.as_norm(formula.tree, name)
             if normed:
                 if name not in written:
-                    self.reading.laws.append(
-                        Law(Power({name: Fraction(1)}), f"the norm behind {name} has no gain: s({name}) = 1")
-                    )
+                    known = self.spread(formula.tree)
+                    text = f"the norm behind {name} has no gain: s({name}) = {known**-1}"
+                    self.reading.laws.append(Law(Power({name: Fraction(1)}, known), text))
                 continue
             result = self.power(formula.tree, formula)
             outcome = "" if result.spaces else f": s({name}) = {result.known}"
@@ -122,7 +128,7 @@ class FormulaReader:
         if not is_norm(node):
             return False
         argument, *epsilons = node.args
-        inner = self.power(argument, None)
+        inner = self.power(argument, None) * Power(known=self.spread(argument))
         for epsilon in epsilons:
             literal = epsilon.value if isinstance(epsilon, ast.Constant) else None
             key = float(literal) if isinstance(literal, int | float) else dotted(epsilon)
@@ -168,7 +174,7 @@ class FormulaReader:
             pair = (next(iter(left.spaces)), next(iter(right.spaces)))
             self.reading.contractions.append(pair)
             axis = self.architecture.axis_of(pair[0])
-            summed = 1 if axis is not None and axis.name in self.once else self.factor(pair[0])
+            summed = 1 if axis is not None and axis.name in self.once else self.copies(pair[0])
             return left * right * Power(known=Scale.of(summed))
         return left * right
 
@@ -206,7 +212,7 @@ def taken(node: ast.expr, condition: Callable[[ast.expr], bool]) -> Iterator[ast
             yield from taken(inner, condition)
 
 
-def width_power(node: ast.expr, factor: Callable[[str], int], power: Fraction = Fraction(1)) -> Scale:
+def width_power(node: ast.expr, factor: Callable[[str], Factor], power: Fraction = Fraction(1)) -> Scale:
     """By how much a run-time multiplier such as `sqrt(hidden)` or `1 / sqrt(d_model)` grows."""
     match node:
         case ast.Name() | ast.Attribute():
@@ -227,7 +233,7 @@ def epsilon_laws(norms: list[NormLaw]) -> Iterator[Law]:
         if isinstance(norm.epsilon, float):
             yield Law(
                 norm.power,
-                f"the norm of {norm.space} has its epsilon {norm.epsilon:g} in the code: s({norm.space}) = 1",
+                f"the norm of {norm.space} has its epsilon {norm.epsilon:g} in the code: s({norm.space}) = {norm.power.known**-1}",
             )
         elif norm.epsilon not in first:
             first[norm.epsilon] = norm

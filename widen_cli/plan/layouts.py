@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from widen_cli.errors import WidenError
+from widen_cli.errors import WidenError, printable
+from widen_cli.formulas import Formula, UnknownValueError
+from widen_cli.plan.factors import Factor
+from widen_cli.plan.match import Match
 from widen_cli.plan.result import TensorPlan
+from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.trees import block_reasons
 
+LAYOUTS = ("auto", "interleave", "tile")
 FAULTS_SHOWN = 8
 TILE = "; use --layout tile"
 
@@ -20,6 +25,36 @@ class Arrangement:
     layout: str
     tensors: tuple[TensorPlan, ...]
     notes: tuple[str, ...] = ()
+
+
+def side_by_side(
+    sizes: Sizes, match: Match, layers: Sequence[Mapping[str, Factor]], filled: Collection[str]
+) -> str | None:
+    """Why copies cannot be laid axis after axis in this model, whatever its weights are stored as; None where they can.
+
+    `layers` are the factors of all axes, in every kind of layer; heads in `filled` stand where they have to.
+    """
+    architecture = sizes.architecture
+    heads = [axis for axis in architecture.growth.heads if sizes.known.get(axis) != 1]
+    factors = {axis: max(each[axis] for each in layers) for axis in architecture.axes}
+    if any(len({each[axis] for axis in heads}) > 1 for each in layers) and not {*heads} & {*filled}:
+        return f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
+    for axis in (axis for axis in architecture.axes.values() if axis.grouped is not None and factors[axis.name] > 1):
+        if _taken_together(sizes, axis.grouped):
+            return f"the model takes neighbours along {axis.name} together, so their copies have to stand side by side"
+    for item in match.matched:
+        for name in item.numbers:
+            if factors[name] > 1:
+                return f"'{printable(item.tensor.name)}' is numbered by {name}, whose copies have neighbouring numbers"
+    return None
+
+
+def _taken_together(sizes: Sizes, condition: Formula | None) -> bool:
+    """Whether a condition holds, or cannot be known."""
+    try:
+        return condition is not None and bool(sizes.evaluate(condition))
+    except (UnknownValueError, ValueError):
+        return True
 
 
 def arrange(asked: str, planned: Callable[[str], tuple[TensorPlan, ...]], uneven: str | None, file: str) -> Arrangement:

@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from widen_cli.config import MISSING, ModelConfig
+from widen_cli.config import ModelConfig
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
 from widen_cli.map_rules import BLOCKS, LAST, SCALES, ArchitectureMap, TensorRule, Tie, last_of, name_pattern
+from widen_cli.plan.lookup import config_lookup
 from widen_cli.plan.packed import NUMBERS, PackedWeight, packed_weight
 
 MISSING_SHOWN = 8
@@ -90,30 +92,6 @@ class Match:
         return next((found for found in self.matched if found.tensor.name == written), None)
 
 
-def config_lookup(architecture: ArchitectureMap, config: ModelConfig) -> Lookup:
-    """Config values by key: what the config holds, in the first of a key's places, else the map's default.
-
-    The defaults say what a key means that a config leaves out; where there is no config they say nothing.
-    Raises UnknownValueError for what neither tells.
-    """
-
-    def lookup(key: str) -> Any:
-        value = next(iter(held(architecture, config, key).values()), config.get(key, MISSING))
-        if value is MISSING and config.present:
-            value = architecture.defaults.get(key, MISSING)
-        if value is MISSING:
-            raise UnknownValueError(key)
-        return value
-
-    return lookup
-
-
-def held(architecture: ArchitectureMap, config: ModelConfig, key: str) -> dict[str, Any]:
-    """A key's values, by the places at which the config holds one, in the order in which the model looks."""
-    found = {place: config.get(place) for place in (*architecture.places.get(key, ()), key)}
-    return {place: value for place, value in found.items() if value is not None}
-
-
 def match_tensors(
     architecture: ArchitectureMap, tensors: Sequence[StoredHeader], config: ModelConfig, root: str = ""
 ) -> Match:
@@ -147,10 +125,14 @@ class Conditions:
 
 
 def _conditions(
-    architecture: ArchitectureMap, tensors: Iterable[StoredHeader], config: ModelConfig, match: Match
+    architecture: ArchitectureMap,
+    tensors: Iterable[StoredHeader],
+    config: ModelConfig,
+    match: Match,
+    known: Mapping[str, int] = MappingProxyType({}),
 ) -> Conditions:
     names = frozenset(_canonical(tensor.name, architecture.synonyms) for tensor in tensors)
-    return Conditions(config_lookup(architecture, config), names, match, config.name)
+    return Conditions(config_lookup(architecture, config, known), names, match, config.name)
 
 
 def _matched_under(
@@ -251,12 +233,17 @@ def _canonical(name: str, synonyms: dict[str, str]) -> str:
     return name
 
 
-def missing_tensors(architecture: ArchitectureMap, match: Match, config: ModelConfig) -> list[str]:
-    """The names of tensors that the map asks for and the checkpoint lacks.
+def missing_tensors(
+    architecture: ArchitectureMap,
+    match: Match,
+    config: ModelConfig,
+    known: Mapping[str, int] = MappingProxyType({}),
+) -> list[str]:
+    """The names of tensors that the map asks for and the checkpoint lacks; `known` are sizes that the shapes tell.
 
     How many layers there are says the config, or without one the highest number found.
     """
-    conditions = _conditions(architecture, (item.tensor for item in match.matched), config, match)
+    conditions = _conditions(architecture, (item.tensor for item in match.matched), config, match, known)
     tied = {tie.tensor for tie in match.ties}
     found = {item.rule.pattern for item in match.matched}
     counts, heads = _counts(architecture, match, conditions.lookup), _numbered(match)

@@ -16,7 +16,8 @@ class Roles:
 
     `streams` are read by a norm and written by matrices; `growth` is the factor of a space's axis;
     `read_growth` the factor of the whole dimension in which it is read; `writers_growth` that of the
-    dimensions read by the matrices which write a stream. `multipliers` are config keys that may take a factor.
+    dimensions read by the matrices which write a stream. `multipliers` are config keys that may take a factor, `filled` the
+    spaces on axes whose new size is no multiple.
     """
 
     streams: tuple[str, ...]
@@ -27,6 +28,7 @@ class Roles:
     read_growth: dict[str, int]
     writers_growth: dict[str, int]
     multipliers: tuple[str, ...] = ()
+    filled: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Mode:
 
     `stream`, `norm_output` and `other` give a space's scale; the stream's is a demand, the others wishes.
     `share`: query and key take equal parts of their factor. `silent_copies`: copies of what is no norm's output are not read.
+    `yields`: a stream on a filled axis takes the scale that the laws ask for.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Mode:
     other: Callable[[Roles, str], Scale]
     share: bool = False
     silent_copies: bool = False
+    yields: bool = False
 
 
 def _one(roles: Roles, space: str) -> Scale:
@@ -70,9 +74,9 @@ MODES = {
     mode.name: mode
     for mode in (
         Mode("orthogonal", _root, _root, _root_of_read, share=True),
-        Mode("copy", _one, _one, _one),
+        Mode("copy", _one, _one, _one, yields=True),
         Mode("sum", _writers_sum, _inverse, _one),
-        Mode("quiet", _one, _inverse, _one, silent_copies=True),
+        Mode("quiet", _one, _inverse, _one, silent_copies=True, yields=True),
     )
 }
 
@@ -87,6 +91,9 @@ def solve(mode: Mode, laws: list[Law], reading: Reading, roles: Roles) -> dict[s
         equations.require(law.power.spaces, law.power.known**-1, law.text)
     for space in roles.streams:
         scale = mode.stream(roles, space)
+        # An epsilon that cannot change asks for another scale where a filled axis changes what a norm finds.
+        if mode.yields and space in roles.filled and equations.value(space) is not None:
+            continue
         equations.require({space: 1}, scale, f"{mode.name} sets s({space}) = {scale}")
     for query, key in roles.contractions:
         if mode.share and equations.value(query) is None and equations.value(key) is None:

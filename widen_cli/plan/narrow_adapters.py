@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from widen_cli.errors import printable
 from widen_cli.plan.adapters import LORA_NAME, Adapter, AdapterPlanner, Base, UnfitError
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import StoredHeader
 from widen_cli.plan.narrowing import Header, divided_shapes
 
@@ -47,8 +48,9 @@ def _shape(planner: AdapterPlanner, tensor: StoredHeader) -> tuple[int, ...]:
     return (writes.old, *tensor.shape[1:]) if tensor.shape[:1] == (writes.new,) else tensor.shape
 
 
-def _foreign(base: Base, headers: Mapping[str, Header], factors: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def _foreign(base: Base, headers: Mapping[str, Header], factors: Mapping[str, Factor]) -> dict[str, tuple[int, ...]]:
+    whole = {axis: int(factor) for axis, factor in factors.items()}
     found: Sequence[tuple[int, ...]] = divided_shapes(
-        base.architecture, tuple(headers.values()), base.config, factors, base.request
+        base.architecture, tuple(headers.values()), base.config, whole, base.request
     )
     return dict(zip(headers, found, strict=True))

@@ -9,19 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.factors import is_whole
 from widen_cli.plan.grids import block_size
 from widen_cli.plan.growth import growing_axes
-from widen_cli.plan.match import Match, Matched, StoredHeader, held, match_tensors
+from widen_cli.plan.lookup import held
+from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors
+from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.planner import Growing, PlanRequest, growing
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import paths
+from widen_cli.plan.wishes import said_as_factors
 from widen_cli.shapes import Dimension
 
 FAULTS_SHOWN = 8
@@ -49,13 +54,14 @@ class Known:
 class Narrow:
     """The narrow checkpoint's headers in the order of the wide one, its config, and the request that widens it.
 
-    `told` is the config with what `--set` says of it.
+    `told` is the config with what `--set` says of it. `by_types`: the stored types decided how attention grew.
     """
 
     headers: tuple[Header, ...]
     config: ModelConfig
     told: ModelConfig
     request: PlanRequest
+    by_types: bool
 
 
 def narrow_model(
@@ -67,18 +73,38 @@ def narrow_model(
 ) -> Narrow:
     """The narrow form of a wide checkpoint, of which `config` is the wide config, by the request that widened it.
 
-    Raises WidenError where a size is no multiple of what its axes grow by: the checkpoint was not widened so.
+    Raises WidenError where a size is no multiple of what its axes grow by: the checkpoint was not widened so; and where
+    weights stand in MXFP4 blocks.
     """
     made = set(known.made) if known else set()
     kept = [tensor for tensor in tensors if tensor.name not in made]
     wide = config if config.present else config.with_values(_of_no_axis(architecture, request.settings))
     match = match_tensors(architecture, kept, wide, request.root)
-    grown = growing(architecture, match, resolve_sizes(architecture, wide, match, Faults()), wide, request)
-    narrow = _recorded(config, known) if known else _derived(architecture, config, grown)
+    if packed := next((item.tensor for item in match.matched if isinstance(item.tensor, PackedWeight)), None):
+        raise WidenError(
+            f"{printable(request.file)}: tensor '{printable(packed.name)}' holds MXFP4 blocks, and means are taken of numbers; {NUMBERS}"
+        )
+    sizes = resolve_sizes(architecture, wide, match, Faults())
+    request = replace(request, grow=said_as_factors(request.grow, sizes))
+    check_whole(request)
+    grown = growing(architecture, match, sizes, wide, request)
+    by_types = request.factor is not None and grown.by_types
+    narrow = _recorded(config, known) if known else _derived(architecture, config, grown, by_types)
     told = narrow.with_values(request.settings)
-    factors = {axis: grown.growth.factors[axis] for axis in growing_axes(architecture)}
-    headers = _Headers(architecture, kept, told, grown.growth.factors, request).all()
-    return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors))
+    found = {axis: int(factor) for axis, factor in grown.growth.factors.items()}
+    factors = {axis: found[axis] for axis in growing_axes(architecture)}
+    headers = _Headers(architecture, kept, told, found, request).all()
+    return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors), by_types)
+
+
+def check_whole(request: PlanRequest) -> None:
+    """Raises WidenError where a model was grown to sizes that are no multiples: nothing takes that back yet."""
+    asked = {axis: factor for axis, factor in request.grow.items() if isinstance(factor, int | Fraction)}
+    if parts := [f"{axis} {factor}" for axis, factor in asked.items() if not is_whole(factor)]:
+        raise WidenError(
+            f"{printable(request.file)}: was grown to sizes that are no multiples ({', '.join(parts)}), and the way back is known for "
+            "whole factors alone; take the narrow model that it was made of"
+        )
 
 
 def _of_no_axis(architecture: ArchitectureMap, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,28 +120,29 @@ def _recorded(config: ModelConfig, known: Known) -> ModelConfig:
     return config.without(known.added).with_values(dict(known.config)) if config.present else config
 
 
-def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> ModelConfig:
+def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing, by_types: bool) -> ModelConfig:
     """The config with its sizes divided, its bases and its lists of frequencies as they were."""
     if not config.present:
         return config
     values: dict[str, Any] = {}
+    doubt = ", or stored in other types: then say --grow instead of --factor" if by_types else ""
     with Faults() as faults:
         for name, axis in architecture.axes.items():
-            factor = grown.growth.factors[name]
+            factor = int(grown.growth.factors[name])
             for key in axis.keys if factor != 1 else ():
                 size = config.get(key)
                 sizes = size if isinstance(size, list) else [size]
                 if size is None or key in values:
                     continue
                 if any(not isinstance(number, int) or number % factor for number in sizes):
-                    faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}")
+                    faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}{doubt}")
                     continue
                 values[key] = [number // factor for number in sizes] if isinstance(size, list) else size // factor
     return config.with_values(values | _rotary(architecture, config, grown))
 
 
 def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> dict[str, Any]:
-    factor, method = grown.rotary.factor, grown.rotary.method
+    factor, method = int(grown.rotary.factor), grown.rotary.method
     if factor == 1 or architecture.rope is None:
         return {}
     values: dict[str, Any] = {}
@@ -152,7 +179,7 @@ def settled(narrow: Narrow, plan: Plan, wide: ModelConfig, recorded: bool) -> tu
         found = wide.get(change.key)
         if _same(found, change.new):
             continue
-        if not (is_number(found) and is_number(change.old) and is_number(change.new) and change.new and change.old):
+        if not _can_be_taken_back(found, change):
             raise WidenError(
                 f"{printable(wide.name)}: {change.key} is {found!r}, where the conversion makes {change.new!r}; correct the config"
             )
@@ -170,6 +197,14 @@ def _same(found: Any, made: Any) -> bool:
     if is_number(found) and is_number(made):
         return math.isclose(found, made, rel_tol=1e-6)
     return bool(found == made)
+
+
+def _can_be_taken_back(found: Any, change: ConfigChange) -> bool:
+    """Whether there is a value from which the conversion makes this one; of a count, a whole one."""
+    if not (is_number(found) and is_number(change.old) and is_number(change.new) and change.new and change.old):
+        return False
+    counts = all(isinstance(number, int) for number in (found, change.old, change.new))
+    return not counts or found * change.old % change.new == 0
 
 
 def _taken_back(found: Any, change: ConfigChange) -> Any:

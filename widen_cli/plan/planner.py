@@ -3,43 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.changes import ConfigChanges
+from widen_cli.plan.changes import ConfigChanges, wide_sizes
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
+from widen_cli.plan.factors import Factor, is_whole
+from widen_cli.plan.filling import COPY, Filling
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
-from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
-from widen_cli.plan.layouts import Arrangement, arrange
+from widen_cli.plan.growth import AxisGrowth, axis_growth, growing_axes, position_axes, position_calls
+from widen_cli.plan.layer_growth import LayerGrowth, by_layer, layer_factors
+from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
 from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.packed import NUMBERS, PackedWeight
+from widen_cli.plan.parallel import lost_degrees
+from widen_cli.plan.partial import Partials, partial_axes, partial_output
 from widen_cli.plan.result import Plan, TensorPlan
-from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_method, why_none
-from widen_cli.plan.sizes import Sizes
+from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_fraction, rotary_method, why_none
+from widen_cli.plan.sizes import Sizes, told_by_no_tensor
 from widen_cli.plan.spaces import SpaceScales, config_condition
-from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
+from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError, unfilled
 from widen_cli.plan.untie import untied
+from widen_cli.plan.wishes import Wish, wished
 from widen_cli.plan.written import WrittenTypes
-from widen_cli.scales import ContradictionError
+from widen_cli.scales import ONE, ContradictionError, Scale
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages.
 
-    `root` stands in front of all tensor names that the map knows.
+    `root` stands in front of all tensor names that the map knows. `times` are factors of their own on
+    tensors, by name; `layers` is what grows in some layers only.
     """
 
     file: str
     factor: int | None = None
-    grow: dict[str, int] = field(default_factory=dict)
+    grow: Mapping[str, Wish | Factor] = field(default_factory=dict)
     scaling: str = "auto"
     types: WrittenTypes = field(default_factory=WrittenTypes)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +54,10 @@ class PlanRequest:
     rope: str | None = None
     root: str = ""
     untie: bool = False
+    times: dict[str, Scale] = field(default_factory=dict)
+    layers: tuple[LayerGrowth, ...] = ()
+    fill: str = COPY
+    seed: int = 0
 
 
 def make_plan(
@@ -62,8 +73,9 @@ def make_plan(
         plan = make_plan(architecture, loose.tensors, loose.config, replace(request, untie=False))
         return loose.told(plan, request.file)
     grown = growing(architecture, match, sizes, config, request)
-    check_requirements(architecture, sizes, grown.growth.factors, printable(request.file))
-    planner = _Planner(architecture, match, sizes, grown.growth, config, request, grown.rotary)
+    layered = layer_factors(architecture, sizes, grown.growth.factors, request.layers)
+    check_requirements(architecture, sizes, grown.growth.factors, printable(request.file), layered)
+    planner = _Planner(architecture, match, sizes, grown, config, request, layered)
     plan = planner.plan(tensors)
     if plan.exact or plan.mode == "orthogonal" or not planner.spaces.ties:
         return plan
@@ -84,10 +96,13 @@ def _with_offer(plan: Plan, untied_plan: Callable[[], Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class Growing:
-    """The factor of every axis, and how heads grow under rotary positions."""
+    """The factor of every axis, how heads grow under rotary positions, where copies go that are no whole number, and whether the
+    stored types decide if there are more heads or larger ones."""
 
     growth: AxisGrowth
     rotary: Rotary
+    partials: Partials
+    by_types: bool
 
 
 def growing(
@@ -98,27 +113,35 @@ def growing(
     positions = position_axes(architecture, calls)
     method = rotary_method(architecture, config, request.rope)
     fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
-    by_heads = _by_heads(architecture, match, positions, request.types)
+    by_types, by_heads = _by_heads(architecture, match, positions, request)
     equal = equalities(architecture, sizes)
     why = why_none(architecture, config)
-    growth = axis_growth(architecture, request.factor, request.grow, by_heads, fixed, equal, why)
+    asked = wished(architecture, sizes, request.grow)
+    growth = axis_growth(architecture, request.factor, asked, by_heads, fixed, equal, why, sizes.known)
     axes = frozenset(axis for kind, axis in calls if kind == "rope")
-    rotary = Rotary(method or "", axes, max((growth.factors[axis] for axis in axes), default=1))
-    return Growing(growth, rotary)
+    factor = max((growth.factors[axis] for axis in axes), default=1)
+    if not is_whole(factor):
+        method = rotary_fraction(architecture, config, request.rope, factor)
+    rotary = Rotary(method or "", axes, factor)
+    return Growing(growth, rotary, partial_axes(architecture, sizes, growth.factors), by_types)
 
 
-def _by_heads(architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], types: WrittenTypes) -> bool:
-    """Whether attention grows by more heads by default, if it can: under rotary positions, and for less than 32 bits.
+def _by_heads(
+    architecture: ArchitectureMap, match: Match, positions: dict[str, set[str]], request: PlanRequest
+) -> tuple[bool, bool]:
+    """Whether the types decide how attention grows by default, and whether it does by more heads, if it can: under rotary
+    positions, and for less than 32 bits.
 
     The factor that a larger head size needs, r**(-1/4), would be rounded in half precision.
     """
-    head_dim = architecture.growth.head_dim
-    if head_dim is None or {head_dim, *architecture.growth.with_head_dim} & positions.get("rope", set()):
-        return True
-    heads = architecture.growth.heads
-    if not heads or any(axis in positions.get("alibi", set()) for axis in heads):
-        return False
-    return any(types.cast(item.tensor.dtype).bits < 32 for item in match.matched)
+    growth, types = architecture.growth, request.types
+    head_dim = growth.head_dim
+    if head_dim is None or {head_dim, *growth.with_head_dim} & positions.get("rope", set()):
+        return False, True
+    if not growth.heads or any(axis in positions.get("alibi", set()) for axis in growth.heads):
+        return False, False
+    open_still = not {*growth.heads, head_dim} & request.grow.keys()
+    return open_still, any(types.cast(item.tensor.dtype).bits < 32 for item in match.matched)
 
 
 class _Planner:
@@ -127,24 +150,36 @@ class _Planner:
         architecture: ArchitectureMap,
         match: Match,
         sizes: Sizes,
-        growth: AxisGrowth,
+        grown: Growing,
         config: ModelConfig,
         request: PlanRequest,
-        rotary: Rotary,
+        layered: dict[str, tuple[int, ...]],
     ) -> None:
         self.architecture = architecture
-        self.rotary = rotary
+        self.layered = layered
+        self.rotary = grown.rotary
         self.match = match
         self.sizes = sizes
-        self.growth = growth
+        self.growth = grown.growth
         self.config = config
         self.request = request
         self.file = printable(request.file)
-        self.spaces = SpaceScales(architecture, match, growth.factors, config, rotary)
-        self.changes = ConfigChanges(sizes, growth.factors, self.spaces, config, request.types.dtype)
+        self.spaces = SpaceScales(architecture, match, self.growth.factors, config, self.rotary, grown.partials)
+        self.changes = ConfigChanges(sizes, self.growth.factors, self.spaces, config, request.types.dtype, layered)
+        self.filling = Filling(architecture, self.spaces, grown.partials, request.fill)
+        if faults := [f"{self.file}: {fault}" for fault in self.filling.faults()]:
+            raise WidenError(*faults)
         self.warnings: list[str] = []
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
+        if unmade := self.spaces.unmade():
+            raise WidenError(
+                *(
+                    f"{self.file}: tensor '{printable(self.match.written(pattern))}' reads {name}, which no tensor of the file makes; "
+                    "what the config says of the model is not so, or the map is that of another"
+                    for pattern, name in unmade
+                )
+            )
         mode, why, scales = self.choose_mode()
         arranged = self.arranged(tensors, mode, scales)
         config = self.changes.all(scales) + rotary_changes(self.architecture, self.config, self.rotary, self.pairs())
@@ -158,6 +193,7 @@ class _Planner:
             file: {key: self.growth.factors[axis] for key, axis in keys.items()}
             for file, keys in self.architecture.sidecars.items()
         }
+        axes = growing_axes(self.architecture)
         return Plan(
             architecture=self.architecture.architecture,
             mode=mode,
@@ -178,18 +214,17 @@ class _Planner:
             axes=tuple(
                 name
                 for name, axis in self.architecture.axes.items()
-                if not axis.fixed and (axis.keys or name == self.architecture.growth.head_dim)
+                if name in axes or (axis.padded and self.growth.factors[name] != 1)
             ),
             equal_pairs=self.spaces.stored_ties(),
             output=self.architecture.output,
+            layers=tuple(map(str, self.request.layers)),
         )
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
         """The tensors' plans, with copies laid as was asked for or as quantised blocks allow."""
-        heads = [axis for axis in self.architecture.growth.heads if self.sizes.known.get(axis) != 1]
-        uneven = None
-        if len({self.growth.factors[axis] for axis in heads}) > 1:
-            uneven = f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
+        factors = [self.growth.factors, *by_layer(self.growth.factors, self.layered)]
+        uneven = side_by_side(self.sizes, self.match, factors, self.filling.partials)
         return arrange(
             self.request.layout, lambda layout: self.tensor_plans(tensors, mode, scales, layout), uneven, self.file
         )
@@ -267,7 +302,17 @@ class _Planner:
         self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any], layout: str
     ) -> tuple[TensorPlan, ...]:
         silent, first = self.spaces.silent(MODES[mode]), self.spaces.first_copies()
-        builder = TreeBuilder(self.sizes, self.growth.factors, scales, silent, layout, self.rotary, first)
+        builder = TreeBuilder(
+            self.sizes,
+            self.growth.factors,
+            scales,
+            silent,
+            layout,
+            self.rotary,
+            first,
+            filling=self.filling,
+            layered=self.layered,
+        )
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         grids = {grid.name for grid in self.match.grids.values()}
@@ -282,15 +327,19 @@ class _Planner:
             elif item := matched.get(tensor.name):
                 target = self.request.types.of(self.architecture, item)
                 try:
-                    planned += self.with_grid(builder.tensor_plan(item, self.match, target))
+                    made = builder.tensor_plan(item, self.match, target)
+                    times = self.request.times.get(tensor.name, ONE)
+                    planned += self.with_grid(replace(made, scale=made.scale * times, seed=self.request.seed))
                 except (UnfitTypeError, UnfitGridError) as error:
                     unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:
                     unknown.update({axis: tensor.name for axis in error.axes if axis not in unknown})
+        for text in unfilled(planned):
+            unfit.add(f"{self.file}: {text}")
         if unfit.texts:
             raise WidenError(*unfit.texts)
         if unknown:
-            raise WidenError(self.needs(unknown))
+            raise WidenError(f"{self.file}: {told_by_no_tensor(self.sizes, unknown)}")
         return self.with_made(with_scalars(self.architecture, planned))
 
     def with_grid(self, plan: TensorPlan) -> tuple[TensorPlan, ...]:
@@ -316,7 +365,7 @@ class _Planner:
 
     def with_made(self, planned: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
         """The plans with the tensor that divides frequencies, where heads grow by it."""
-        rope, factor = self.architecture.rope, self.rotary.factor
+        rope, factor = self.architecture.rope, int(self.rotary.factor)
         if rope is None or rope.tensor is None or self.rotary.method != "frequencies" or factor == 1:
             return planned
         pairs = self.pairs()
@@ -325,28 +374,6 @@ class _Planner:
     def pairs(self) -> int:
         """How many rotary pairs an old head has; 0 where there is none, or nothing tells."""
         return next((self.sizes.known.get(axis, 0) for axis in self.rotary.axes), 0)
-
-    def needs(self, unknown: dict[str, str]) -> str:
-        """What to say of axes whose sizes nothing tells; `unknown` names for each a tensor that holds a product with it."""
-        keys = list(
-            dict.fromkeys(key for name in self.architecture.axes if name in unknown for key in self.telling(name))
-        )
-        more = f"; where that is not enough, {' and '.join(keys[1:])} too" if keys[1:] else ""
-        return (
-            f"{self.file}: the tensors alone do not tell {', '.join(unknown)} "
-            f"('{printable(next(iter(unknown.values())))}' holds only a product with it); "
-            f"give --config, or --set {keys[0] if keys else 'the missing size'}=N{more}"
-        )
-
-    def telling(self, name: str) -> list[str]:
-        """The config keys that tell an unknown axis: its own, or for one that is computed those of what it comes from."""
-        if name in self.sizes.known:
-            return []
-        axis = self.architecture.axes.get(name)
-        if axis is None or not axis.computed or axis.size is None:
-            return [name] if axis is None else list(axis.keys[:1])
-        roots = [key for word in axis.size.words for key in self.telling(word)]
-        return roots if name != self.architecture.growth.head_dim else []
 
     def assumptions(self) -> list[str]:
         """What was taken on the user's word: no shape can tell it."""
@@ -358,7 +385,9 @@ class _Planner:
         space = self.architecture.output
         if space is None or space not in scales:
             return []
-        copies = self.spaces.factor(space)
+        copies = self.spaces.copies(space)
+        if (axis := self.filling.axis(space)) != "":
+            return [partial_output(self.filling.partials[axis], space in self.filling.meant, scales[space], layout)]
         if copies == 1 and scales[space].is_one:
             return []
         how = "as a whole (x0 x1 x0 x1)" if layout == "tile" else "side by side (x0 x0 x1 x1)"
@@ -366,6 +395,7 @@ class _Planner:
         return [f"hidden states, where they are the output, stand {copies}x {how}{times}"]
 
     def warn(self) -> None:
+        self.warnings += lost_degrees(self.sizes, wide_sizes(self.sizes, self.growth.factors))
         odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
         plain = [tensor for tensor in self.match.carried if tensor not in odd]
         for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from widen_cli.blocks import block_type
-from widen_cli.dimensions import Growth, leaf_scales, scaled
+from widen_cli.dimensions import Fill, Growth, fills, leaf_scales, scaled
 from widen_cli.dtypes import STORED, DType
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import StoredHeader
 from widen_cli.scales import ONE, Scale
 
@@ -48,7 +49,7 @@ class TensorPlan:
 
     `names` are the tensors written (several where heads are numbered in names), `growth` a tree for each stored dimension,
     None for a tensor that is copied as it is. `offset` is c for a gain that is stored as w and used as c + w.
-    `copy_factors` multiply the copies of each value of a vector, one number for each copy.
+    `copy_factors` multiply the copies of each value of a vector, one number for each copy. `seed` is for what is drawn.
     """
 
     source: StoredHeader | Ones
@@ -59,6 +60,7 @@ class TensorPlan:
     scale: Scale = field(default_factory=Scale)
     offset: int = 0
     copy_factors: tuple[float, ...] = ()
+    seed: int = 0
 
     @property
     def stored_name(self) -> str:
@@ -112,9 +114,14 @@ class TensorPlan:
         return self.exactness == ROUNDS or (self.dtype.kind == "blocks" and shrinks)
 
     @cached_property
+    def fills(self) -> frozenset[Fill]:
+        """What stands where no copy does."""
+        return frozenset().union(*(fills(growth) for growth in self.growth or ()))
+
+    @cached_property
     def exactness(self) -> str:
         """`exact`, `rounds` or `depends on values`, from the factors and the types alone."""
-        if self.copy_factors:
+        if self.copy_factors or Fill.MEAN in self.fills:
             return ROUNDS
         if self.source.dtype == self.dtype and all(scale.is_one for scale in self.scales):
             return EXACT
@@ -173,19 +180,20 @@ class Plan:
     """Everything that one run will write, resolved before a byte moves.
 
     `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states;
-    `tensors` stands in the order of the input; `warnings` are for the user. `rebuilt` says what was made of the model before
-    it was widened, `approximate` why the result computes another function; both are empty as a rule.
+    `tensors` stands in the order of the input; `warnings` are for the user; `rebuilt` says what layers the model has in place
+    of those it had, `made_of` what it was before it became one of another kind, `layers` what grows in some layers only.
+    `approximate` says why the result computes another function, and is empty where it does not.
     """
 
     architecture: str
     mode: str
     why: str
-    factors: dict[str, int]
+    factors: dict[str, Factor]
     scales: dict[str, Scale]
     tensors: tuple[TensorPlan, ...]
     dropped: tuple[str, ...]
     config: tuple[ConfigChange, ...]
-    sidecars: dict[str, dict[str, int]]
+    sidecars: dict[str, dict[str, Factor]]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     axes: tuple[str, ...] = ()
@@ -193,13 +201,21 @@ class Plan:
     output: str | None = None
     rebuilt: str = ""
     approximate: str = ""
+    made_of: str = ""
+    layers: tuple[str, ...] = ()
+
+    @property
+    def named_factors(self) -> dict[str, int | str]:
+        """The factors of the axes that a user can name, fractions as text."""
+        factors = {axis: self.factors[axis] for axis in self.axes}
+        return {axis: factor if isinstance(factor, int) else str(factor) for axis, factor in factors.items()}
 
     @property
     def grown(self) -> str:
-        """What the model was rebuilt to before, and the axes that grow, in words."""
-        grown = [self.rebuilt] if self.rebuilt else []
-        grown += [f"{axis} x{self.factors[axis]}" for axis in self.axes if self.factors[axis] != 1]
-        return ", ".join(grown) or "nothing grows"
+        """What the model was rebuilt to, and the axes that grow, in words."""
+        before = [text for text in (self.rebuilt, self.made_of) if text]
+        grown = [f"{axis} x{self.factors[axis]}" for axis in self.axes if self.factors[axis] != 1]
+        return ", ".join([*before, *grown, *self.layers]) or "nothing grows"
 
     @property
     def exact(self) -> bool:

@@ -15,8 +15,9 @@ from widen_cli.config import ModelConfig, is_number
 from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.growth import PLAIN
-from widen_cli.plan.match import config_lookup, held
+from widen_cli.plan.lookup import config_lookup, held
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
 
 
@@ -26,7 +27,7 @@ class Rotary:
 
     method: str = ""
     axes: frozenset[str] = frozenset()
-    factor: int = 1
+    factor: Factor = 1
 
     @property
     def once(self) -> frozenset[str]:
@@ -58,6 +59,26 @@ def rotary_method(architecture: ArchitectureMap, config: ModelConfig, asked: str
         why = "with this model's frequency scaling" if asked in known else f"for '{architecture.architecture}'"
         raise WidenError(f"--rope {asked}: is not exact {why}; {instead}")
     return asked
+
+
+def rotary_fraction(architecture: ArchitectureMap, config: ModelConfig, asked: str | None, factor: Factor) -> str:
+    """The way by which heads grow by a fraction: only a raised base has places between the old pairs and the new ones.
+
+    Raises WidenError where that does not keep the function.
+    """
+    known = architecture.rope.methods if architecture.rope else {}
+    if asked not in (None, "theta"):
+        raise WidenError(f"--rope {asked}: cannot grow heads by {factor}; --rope theta can, or grow by a whole factor")
+    if "theta" not in known or not _holds(architecture, config, known["theta"]):
+        raise WidenError(
+            f"--grow: heads cannot grow by {factor}: only a raised base does that exactly, and it is not exact for this model; "
+            "grow by a whole factor"
+        )
+    if factor > 2:
+        raise WidenError(
+            f"--grow: heads under rotary positions grow by whole factors, or by fractions below 2, not by {factor}"
+        )
+    return "theta"
 
 
 def _holds(architecture: ArchitectureMap, config: ModelConfig, condition: Formula) -> bool:
@@ -106,7 +127,7 @@ def rotary_changes(
     return changes
 
 
-def _bases(architecture: ArchitectureMap, config: ModelConfig, factor: int) -> list[ConfigChange]:
+def _bases(architecture: ArchitectureMap, config: ModelConfig, factor: Factor) -> list[ConfigChange]:
     """The raised bases, at every place that holds one; at the key itself, where only its default says what it is."""
     assert architecture.rope is not None
     changes = []
@@ -114,7 +135,7 @@ def _bases(architecture: ArchitectureMap, config: ModelConfig, factor: int) -> l
         for place in held(architecture, config, key) or ((key,) if architecture.defaults.get(key) is not None else ()):
             old = _base(architecture, config, key, place)
             try:
-                new = old**factor
+                new = float(old**factor)
                 exact = struct.unpack("<f", struct.pack("<f", new))[0] == new
             except OverflowError:
                 raise WidenError(
@@ -128,10 +149,10 @@ def _bases(architecture: ArchitectureMap, config: ModelConfig, factor: int) -> l
 def _longer(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary, old: list[float]) -> list[float]:
     """One number for each new pair. A pair of zeros may have any, and has that of the pair whose place it shares."""
     if rotary.method == "theta":
-        return old * rotary.factor
+        return (old * -(-rotary.factor // 1))[: int(len(old) * rotary.factor)]
     if rotary.method == "spread":
-        return [number for number in old for _ in range(rotary.factor)]
-    factors = divisors(config, architecture, rotary.factor, 2 * len(old))
+        return [number for number in old for _ in range(int(rotary.factor))]
+    factors = divisors(config, architecture, int(rotary.factor), 2 * len(old))
     return [number * factor for number in old for factor in factors]
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, brief, did_you_mean, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap, Axis
-from widen_cli.plan.match import Match, Matched, config_lookup
+from widen_cli.plan.lookup import config_lookup
+from widen_cli.plan.match import Match, Matched
 from widen_cli.shapes import Name, Product, Term
 
 SIZE_LIMIT = 1 << 63  # no array is longer
@@ -50,6 +52,22 @@ class Sizes:
         """The sizes in the first layer, as far as they are known yet."""
         found = Sizes(self.architecture, self.config)
         found.known = self.known | {name: sizes[0] for name, sizes in self.layered.items()}
+        return found
+
+    def grown(self, ratios: Mapping[str, Fraction]) -> Sizes:
+        """The sizes with some of them larger; those that no key holds follow."""
+        found = Sizes(self.architecture, self.config)
+        one = Fraction(1)
+        found.known = {
+            name: int(size * ratios.get(name, one))
+            for name, size in self.known.items()
+            if not self.architecture.axes[name].computed
+        }
+        found.layered = {
+            name: tuple(int(size * ratios.get(name, one)) for size in sizes) for name, sizes in self.layered.items()
+        }
+        found.told_by = self.told_by
+        _from_formulas(found)
         return found
 
     def layers(self) -> list[Sizes]:
@@ -119,6 +137,29 @@ def config_key(axis: Axis, config: ModelConfig) -> str | None:
     return next((key for key in axis.keys if config.get(key, None) is not None), None)
 
 
+def told_by_no_tensor(sizes: Sizes, unknown: Mapping[str, str]) -> str:
+    """What to say of axes whose sizes nothing tells; `unknown` names for each a tensor that holds a product with it."""
+    axes = sizes.architecture.axes
+    keys = list(dict.fromkeys(key for name in axes if name in unknown for key in _telling(sizes, name)))
+    more = f"; where that is not enough, {' and '.join(keys[1:])} too" if keys[1:] else ""
+    return (
+        f"the tensors alone do not tell {', '.join(unknown)} "
+        f"('{printable(next(iter(unknown.values())))}' holds only a product with it); "
+        f"give --config, or --set {keys[0] if keys else 'the missing size'}=N{more}"
+    )
+
+
+def _telling(sizes: Sizes, name: str) -> list[str]:
+    """The config keys that tell an unknown axis: its own, or for one that is computed those of what it comes from."""
+    if name in sizes.known:
+        return []
+    axis = sizes.architecture.axes.get(name)
+    if axis is None or not axis.computed or axis.size is None:
+        return [name] if axis is None else list(axis.keys[:1])
+    roots = [key for word in axis.size.words for key in _telling(sizes, word)]
+    return roots if name != sizes.architecture.growth.head_dim else []
+
+
 def resolve_sizes(architecture: ArchitectureMap, config: ModelConfig, match: Match, faults: Faults) -> Sizes:
     """The sizes of all axes that can be known, with a fault for each contradiction between config and tensors."""
     sizes = Sizes(architecture, config)
@@ -139,6 +180,7 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
         if key is None:
             _check_absent(axis, sizes, faults)
             continue
+        _check_others(axis, key, sizes.config, faults)
         value = sizes.config.get(key)
         if sizes.config.per_layer and isinstance(value, list):
             value = _of_layers(sizes, axis.name, key, value, faults)
@@ -153,6 +195,21 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
         sizes.told_by[axis.name] = key
     if sizes.config.present:
         _from_formulas(sizes, faults)
+
+
+def _check_others(axis: Axis, key: str, config: ModelConfig, faults: Faults) -> None:
+    """Keys of one axis that disagree: which of them its library goes by differs, so the wide model might be another one's.
+
+    What a key of a size that never grows says is checked against the shapes alone.
+    """
+    value = config.get(key)
+    for other in () if axis.fixed or axis.first else axis.keys:
+        said = config.get(other)
+        if said is not None and said != value:
+            faults.add(
+                f"{printable(config.name)}: {key} is {brief(value)} and {other} is {brief(said)}, which both hold "
+                f"'{axis.name}'; the model's library reads one of them: let both say what it is"
+            )
 
 
 def _of_layers(sizes: Sizes, axis: str, key: str, values: list[Any], faults: Faults) -> int | None:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from functools import cached_property
+from types import MappingProxyType
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import WidenError, printable
 from widen_cli.formulas import Formula, UnknownValueError, dotted, evaluate
 from widen_cli.map_checks import HOMOGENEOUS, NOT_HOMOGENEOUS
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.laws import FormulaReader, Law, Power, epsilon_laws, taken, width_power
-from widen_cli.plan.match import Match, applying_rule, config_lookup
+from widen_cli.plan.lookup import config_lookup
+from widen_cli.plan.match import Match, applying_rule
 from widen_cli.plan.modes import Mode, Roles, solve
+from widen_cli.plan.partial import Partials
 from widen_cli.plan.rotary import Rotary
 from widen_cli.scales import ONE, ContradictionError, Scale
 from widen_cli.shapes import Parts, Product, Term
+
+NO_PARTIALS: Partials = MappingProxyType({})
 
 
 def paths(term: Term) -> Iterator[tuple[str, ...]]:
@@ -61,13 +68,15 @@ class SpaceScales:
         self,
         architecture: ArchitectureMap,
         match: Match,
-        factors: dict[str, int],
+        factors: Mapping[str, Factor],
         config: ModelConfig,
         rotary: Rotary | None = None,
+        partials: Partials = NO_PARTIALS,
     ) -> None:
         self.architecture = architecture
         self.match = match
         self.factors = factors
+        self.partials = partials
         self.config = config
         self.rules = list({id(item.rule): item.rule for item in match.matched}.values())
         self.tied_reads: frozenset[str] = frozenset()
@@ -75,22 +84,59 @@ class SpaceScales:
         self.tied_reads = frozenset(name for tie in self.ties for name in self.read_by(tie))
         self.once = rotary.once if rotary else frozenset()
         self.multipliers = frozenset(key for key in architecture.multipliers if self.config.get(key) is not None)
-        reader = FormulaReader(architecture, self.factor, self.condition, self.function, self.once, self.multipliers)
+        reader = FormulaReader(
+            architecture,
+            self.factor,
+            self.condition,
+            self.function,
+            self.once,
+            self.multipliers,
+            copies=self.copies,
+            spread=self.spread,
+        )
         self.reading = reader.read(self.present(), self.written())
         self.roles = self.find_roles()
         self.laws = (
             self.reading.laws + list(epsilon_laws(self.reading.norms)) + [self.tie_law(tie) for tie in self.ties]
         )
 
-    def factor(self, name: str) -> int:
+    def factor(self, name: str) -> Factor:
         """The growth of the axis that a space, an axis or a structural number stands for."""
         axis = None if name.isdigit() else self.architecture.axis_of(name)
         return 1 if axis is None else self.factors[axis.name]
 
-    def total_factor(self, path: tuple[str, ...]) -> int:
+    def copies(self, name: str) -> int:
+        """How many copies of every position of that axis there are at least."""
+        return int(self.factor(name))
+
+    def spread(self, node: ast.expr) -> Scale:
+        """What becomes of the root mean square that a norm takes of an expression, where its axis is filled up."""
+        for name in (dotted(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)):
+            axis = (
+                self.architecture.axis_of(name)
+                if name in {*self.architecture.spaces, *self.architecture.axes}
+                else None
+            )
+            if axis is not None and axis.name in self.partials and axis.name not in self.evened:
+                return self.partials[axis.name].spread
+        return ONE
+
+    @cached_property
+    def evened(self) -> frozenset[str]:
+        """The axes along which q.k is summed: a norm over them meets copies of all positions, made even, and no zeros."""
+        found: set[str] = set()
+        for space in self.architecture.spaces.values():
+            for node in taken(space.formula.tree, self.condition) if space.formula else ():
+                if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                    sides = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+                    axes = (self.architecture.axis_of(part.id) for part in sides if part.id in self.architecture.spaces)
+                    found |= {axis.name for axis in axes if axis is not None and axis.name in self.partials}
+        return frozenset(found)
+
+    def total_copies(self, path: tuple[str, ...]) -> int:
         product = 1
         for name in path:
-            product *= self.factor(name)
+            product *= self.copies(name)
         return product
 
     def condition(self, node: ast.expr) -> bool:
@@ -167,6 +213,20 @@ class SpaceScales:
         space = self.architecture.spaces.get(name)
         return space.formula.words if space and space.formula else ()
 
+    def unmade(self) -> list[tuple[str, str]]:
+        """Stored tensors' patterns with what they read and no stored tensor makes: they follow another rule than was taken."""
+        reads = {(rule.pattern, name) for rule in self.rules for name, _ in self.carriers(rule, "in")}
+        comes_out = {name for name, space in self.architecture.spaces.items() if space.formula is not None}
+        return sorted((pattern, name) for pattern, name in reads if name in comes_out and not self.made(name))
+
+    def made(self, name: str) -> bool:
+        """Whether a tensor writes a space, or all that it comes out of; the streams that axes name always flow."""
+        if name in self.architecture.axes or name in self.written():
+            return True
+        inner = self.comes_out_of(name)
+        words = {word for word in self.words(name) if word in self.architecture.axes}
+        return bool(inner | words) and all(self.made(word) for word in inner)
+
     def find_roles(self) -> Roles:
         present = sorted(self.present())
         # A space on an axis that never grows still takes a scale where a law asks for one: one epsilon serves two norms.
@@ -188,15 +248,16 @@ class SpaceScales:
         writers_growth: dict[str, int] = defaultdict(lambda: 1)
         for rule in self.rules:
             for name, path in self.carriers(rule, "in"):
-                read_growth[name] = max(read_growth[name], self.total_factor(path))
+                read_growth[name] = max(read_growth[name], self.total_copies(path))
                 for written, _ in self.carriers(rule, "out"):
-                    writers_growth[written] = max(writers_growth[written], self.total_factor(path))
+                    writers_growth[written] = max(writers_growth[written], self.total_copies(path))
         return Roles(
             streams=streams,
             norm_outputs=frozenset(name for name in self.reading.norm_outputs if name in free),
             contractions=tuple(self.reading.contractions),
             others=tuple(free),
-            growth={name: self.factor(name) for name in free},
+            growth={name: self.copies(name) for name in free},
+            filled=frozenset(name for name in free if self.factor(name) != self.copies(name)),
             read_growth=dict(read_growth),
             writers_growth=dict(writers_growth),
             multipliers=tuple(sorted(self.multipliers)),
@@ -207,7 +268,7 @@ class SpaceScales:
         chosen: set[str] = set()
         for query, key in self.reading.contractions:
             axis = self.architecture.axis_of(query)
-            if axis is not None and axis.name in self.once:
+            if axis is not None and (axis.name in self.once or axis.name in self.partials):
                 side = next((name for name in (key, query) if name in self.written()), None)
                 if side is None:
                     raise WidenError(
@@ -225,6 +286,9 @@ class SpaceScales:
 
     def read_by(self, tie: Tie) -> set[str]:
         return {name for name, _ in self.carriers(self.rule(tie.tensor), "in")}
+
+    def written_by(self, tie: Tie) -> set[str]:
+        return {name for name, _ in self.carriers(self.rule(tie.to), "out")}
 
     def is_there(self, name: str) -> bool:
         """Whether a tensor writes a space, or it comes out of others that are there, as of a norm without a gain."""
@@ -260,7 +324,7 @@ class SpaceScales:
                     power = (
                         power
                         * Power({name: Fraction(sign)})
-                        * Power(known=Scale.of(self.total_factor(path) if role == "in" else 1) ** -1)
+                        * Power(known=Scale.of(self.total_copies(path) if role == "in" else 1) ** -1)
                     )
         return power
 

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from widen_cli.dimensions import silent
+from widen_cli.dimensions import Fill
 from widen_cli.errors import printable
 from widen_cli.plan.result import ROUNDS, ConfigChange, Plan, TensorPlan
+
+PARTS_SHOWN = 8
 
 
 def plan_text(plan: Plan) -> str:
@@ -51,8 +53,13 @@ def factor_text(tensor: TensorPlan) -> str:
     """The factors on a tensor's values, part by part where they differ."""
     if tensor.growth is None:
         return "copied"
-    zeros = ", copies 0" if any(silent(growth) for growth in tensor.growth) else ""
-    return "x " + " | ".join(str(scale) for scale in tensor.part_scales) + zeros
+    # Groups of heads of which some stand once more are many parts, with few factors.
+    scales = tensor.part_scales if len(tensor.part_scales) <= PARTS_SHOWN else tensor.scales
+    filled = "".join(words for fill, words in _FILLED.items() if fill in tensor.fills)
+    return "x " + " | ".join(str(scale) for scale in scales) + filled
+
+
+_FILLED = {Fill.ZERO: ", copies 0", Fill.MEAN: ", filled with the mean", Fill.RANDOM: ", filled at random"}
 
 
 def exactness_text(tensor: TensorPlan) -> str:
@@ -80,7 +87,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "architecture": plan.architecture,
         "scaling": plan.mode,
         "why": plan.why,
-        "factors": {axis: plan.factors[axis] for axis in plan.axes},
+        "factors": plan.named_factors,
         "scales": {space: {"text": str(scale), "value": float(scale)} for space, scale in plan.scales.items()},
         "function_exact": not plan.approximate,
         "bit_exact": _bit_exact(plan),
@@ -108,7 +115,8 @@ def _tensor_json(tensor: TensorPlan) -> dict[str, Any]:
         "shape": list(tensor.stored[1]),
         "new_shape": list(tensor.written[1]),
         "factors": [{"text": str(scale), "value": float(scale)} for scale in tensor.part_scales],
-        "copies_are_zero": any(silent(growth) for growth in tensor.growth or ()),
+        "copies_are_zero": Fill.ZERO in tensor.fills,
+        "filled": sorted(fill.value for fill in tensor.fills),
         "dtype": tensor.stored[0],
         "new_dtype": tensor.written[0],
         "exactness": tensor.exactness,

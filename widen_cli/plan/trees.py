@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 
 from widen_cli.blocks import block_type, can_dequantize, can_scale, can_widen
-from widen_cli.dimensions import Copies, Growth, Laid, leaf_scales
+from widen_cli.dimensions import Copies, Fill, Growth, Laid, leaf_scales, times
 from widen_cli.dtypes import DType
 from widen_cli.errors import printable
+from widen_cli.map_rules import TensorRule
+from widen_cli.plan.factors import Factor, is_whole
+from widen_cli.plan.filling import Filling
 from widen_cli.plan.laws import width_power
 from widen_cli.plan.match import Match, Matched
+from widen_cli.plan.partial import Partial, Partials
 from widen_cli.plan.result import TensorPlan, Twin
 from widen_cli.plan.rotary import Rotary
 from widen_cli.plan.sizes import Sizes
@@ -42,33 +46,50 @@ class TreeBuilder:
     def __init__(
         self,
         sizes: Sizes,
-        factors: dict[str, int],
+        factors: Mapping[str, Factor],
         scales: dict[str, Scale],
         silent: frozenset[str],
         layout: str = "interleave",
         rotary: Rotary | None = None,
         first: frozenset[str] = frozenset(),
+        filling: Filling | None = None,
+        layered: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.tiled = layout == "tile"
         self.rotary = rotary or Rotary()
         self.first = first
         self.all_sizes = self.sizes = sizes
-        self.factors = factors
+        self.all_factors = self.factors = factors
+        self.layered = layered or {}
         self.scales = scales
         self.silent = silent
+        self.filling = filling
+        self.partials: Partials = filling.partials if filling else {}
+        heads = sizes.architecture.growth.heads
+        self.unmoved = frozenset(heads) if self.partials.keys() & {*heads} else frozenset[str]()
+        self.rule: TensorRule | None = None
 
     def tensor_plan(self, item: Matched, match: Match, target: DType) -> TensorPlan:
         """The plan of a matched tensor that is written in the type `target`.
 
         Raises UnknownSizeError where a size is needed that nothing tells, UnfitTypeError for integers and the like.
         """
+        if (table := self.table(item, match)) is not None:
+            # The same bytes serve both, so what fills the table is what its head reads.
+            plan = self.tensor_plan(table, match, target)
+            return replace(plan, source=item.tensor, names=self.names(item), pattern=match.written(item.rule.pattern))
         rule, tensor = item.rule, item.tensor
-        self.sizes = self.all_sizes.at(item.layer(self.all_sizes.architecture))
+        self.rule = rule
+        layer = item.layer(self.all_sizes.architecture)
+        self.sizes, self.factors = self.all_sizes.at(layer), self.all_factors
+        if layer is not None and self.layered:
+            self.factors = {**self.all_factors, **{axis: each[layer] for axis, each in self.layered.items()}}
         growth = tuple(
             self.dimension(dimension, size) for dimension, size in zip(rule.shape.dimensions, tensor.shape, strict=True)
         )
         multiplier = ONE if rule.times is None else width_power(rule.times.tree, self.factor)
         scale = multiplier**-1 * (tensor.scale if isinstance(tensor, Twin) else ONE)
+        scale = scale * self.filling.gain(rule) if self.filling else scale
         weight = any(dimension.role != "carried" for dimension in rule.shape.dimensions)
         if tensor.dtype.kind == "opaque" or (weight and tensor.dtype.kind == "integer"):
             raise UnfitTypeError(
@@ -77,18 +98,31 @@ class TreeBuilder:
             )
         return TensorPlan(tensor, self.names(item), match.written(rule.pattern), target, growth, scale, rule.offset)
 
+    def table(self, item: Matched, match: Match) -> Matched | None:
+        """The stored weight that a stored head is tied to, where what fills it could differ."""
+        ties = self.filling.spaces.ties if self.filling and self.partials else []
+        found = next((match.by_name(tie.to) for tie in ties if tie.tensor == item.rule.pattern), None)
+        return found if found is not None and found.tensor.shape == item.tensor.shape else None
+
     def names(self, item: Matched) -> tuple[str, ...]:
         """The names written: one, or one for each copy of a head that is numbered in the name."""
         names = [item.tensor.name]
         for axis, (start, stop) in item.numbers.items():
-            factor, name = self.factors[axis], item.tensor.name
-            first = int(name[start:stop]) * factor
-            names = [f"{name[:start]}{first + copy}{name[stop:]}" for copy in range(factor)]
+            factor, name = int(self.factors[axis]), item.tensor.name
+            number = int(name[start:stop])
+            partial = self.partials.get(axis)
+            places = partial.places(number) if partial else range(number * factor, (number + 1) * factor)
+            names = [f"{name[:start]}{place}{name[stop:]}" for place in places]
         return tuple(names)
 
-    def factor(self, name: str) -> int:
+    def factor(self, name: str) -> Factor:
         axis = None if name.isdigit() else self.sizes.axis_of(name)
         return 1 if axis is None else self.factors[axis.name]
+
+    def partial(self, name: str) -> bool:
+        """Whether a name's axis has parts with copies of their own."""
+        axis = None if name.isdigit() else self.sizes.axis_of(name)
+        return axis is not None and axis.name in self.partials
 
     def dimension(self, dimension: Dimension, stored: int) -> Growth:
         return self.tree((dimension.term,), (), dimension.role, stored)
@@ -107,7 +141,7 @@ class TreeBuilder:
             if whole is None:
                 raise UnknownSizeError(self.unknown(terms))
             first_only = self.silences(path, role) or self.written_once(head.text, role)
-            return self.node(whole, head.text, first_only, self.leaf_scale(path, role))
+            return self.node(whole, head.text, first_only, self.leaf_scale(path, role), None, (path, role))
         inner_total = None if total is None or not size else total // size
         if copies == 1 and size is None:
             return self.merged_into_next(terms, before, role, total)
@@ -122,17 +156,73 @@ class TreeBuilder:
         if copies == 1 and isinstance(inner, Copies):
             return replace(inner, size=size * inner.size)
         first_only = self.silences((*path, *_first_path(rest)), role) or self.written_once(head.text, role)
-        return self.node(size, head.text, first_only, ONE, inner)
+        return self.node(size, head.text, first_only, ONE, inner, ((*path, *_first_path(rest)), role))
 
-    def node(self, size: int, name: str, first_only: bool, scale: Scale, inner: Growth | None = None) -> Copies:
-        """`size` positions of the axis that a name lies on, repeated as it grows and as it is laid."""
-        copies = self.factor(name)
+    def node(
+        self,
+        size: int,
+        name: str,
+        first_only: bool,
+        scale: Scale,
+        inner: Growth | None,
+        at: tuple[tuple[str, ...], str],
+    ) -> Growth:
+        """`size` positions of the axis that a name lies on, repeated as it grows and as it is laid; `at` is path and role."""
+        axis = self.sizes.axis_of(name)
+        if axis is not None and axis.name in self.partials:
+            return self.parts(self.partials[axis.name], size, first_only, scale, inner, *at)
+        copies = int(self.factor(name))
         if copies == 1:
             return Copies(size, 1, False, scale, inner)
-        axis = self.sizes.axis_of(name)
-        if self.rotary.tiles(axis.name if axis else name, self.tiled):
+        if self.tiles(axis.name if axis else name):
             return Copies(1, copies, first_only, ONE, Copies(size, 1, False, scale, inner))
         return Copies(size, copies, first_only, scale, inner)
+
+    def tiles(self, axis: str) -> bool:
+        """Whether an axis stands as a whole after itself."""
+        return axis not in self.unmoved and self.rotary.tiles(axis, self.tiled)
+
+    def parts(
+        self,
+        partial: Partial,
+        size: int,
+        first_only: bool,
+        scale: Scale,
+        inner: Growth | None,
+        path: tuple[str, ...],
+        role: str,
+    ) -> Growth:
+        """The same of an axis whose new size is no multiple: its positions in parts with as many copies each."""
+        assert self.filling is not None
+        assert self.rule is not None
+        if size != partial.old:
+            raise UnknownSizeError((partial.axis,))
+        space = carrier(self.sizes.architecture, path)
+        padded = self.filling.padded(partial.axis)
+        fill: Fill | None = None
+        if role == "out":
+            fill = self.filling.written(space, partial.axis, self.rule)
+        elif role == "in":
+            fill = Fill.ZERO if first_only else self.filling.read(space, partial.axis)
+        elif padded:
+            fill = Fill.MEAN
+        # What is added along a filled axis has to stand behind all of it: hidden states then begin with the old ones.
+        filled = padded or partial.axis in self.filling.filled
+        tiled = self.tiles(partial.axis) or (filled and partial.whole == 1)
+        laid: list[Growth] = []
+        for segment in (each for each in partial.segments if each.units):
+            kept = 1 if first_only and role == "in" else segment.kept if fill is not None or filled else segment.copies
+            factor = ONE if role != "in" or first_only else Scale.of(kept) ** -1
+            if role == "out":
+                factor = self.filling.evening(space, partial.axis, self.rule, segment.copies)
+            own, within = (scale * factor, None) if inner is None else (ONE, times(inner, factor))
+            live = 0 if fill is None or kept == segment.copies else kept
+            how = (live, fill or Fill.ZERO)
+            if tiled and segment.copies > 1:
+                laid.append(Copies(1, segment.copies, False, ONE, Copies(segment.units, 1, False, own, within), *how))
+            else:
+                laid.append(Copies(segment.units, segment.copies, False, own, within, *how))
+        return Laid(tuple(laid)) if len(laid) != 1 else laid[0]
 
     def merged_into_next(
         self, terms: tuple[Term, ...], before: tuple[str, ...], role: str, total: int | None
@@ -151,7 +241,7 @@ class TreeBuilder:
         axis = self.sizes.axis_of(path[-1])
         if self.factor(path[-1]) > 1 and self.rotary.tiles(axis.name if axis else "", self.tiled):
             raise UnknownSizeError(self.unknown(terms))
-        return self.node(total, path[-1], self.silences(path, role), self.leaf_scale(path, role))
+        return self.node(total, path[-1], self.silences(path, role), self.leaf_scale(path, role), None, (path, role))
 
     def divided(self, terms: tuple[Term, ...], total: int | None) -> int:
         rest = self.sizes.total(Product(terms[1:]))
@@ -220,8 +310,20 @@ class TreeBuilder:
             return scale
         copies = ONE
         for part in path if name not in self.silent else ():
-            copies = copies * Scale.of(self.factor(part))
+            # Of an axis that grows by a fraction, each part of it has its own.
+            factor = self.factor(part)
+            copies = copies * Scale.of(factor) if is_whole(factor) and not self.partial(part) else copies
         return (copies * scale) ** -1
+
+
+def unfilled(planned: Iterable[TensorPlan]) -> list[str]:
+    """Why tensors of quantised blocks cannot be filled as planned."""
+    return [
+        f"tensor '{printable(plan.source.name)}': {plan.source.dtype.name} holds no numbers to take a mean of or to draw from; "
+        "make numbers of it (of a GGUF, --dequantize F32), or give --fill zero or copy where it is to be drawn"
+        for plan in planned
+        if plan.dtype.kind == "blocks" and plan.fills - {Fill.ZERO}
+    ]
 
 
 def _first_path(terms: tuple[Term, ...]) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.formulas import UnknownValueError
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie
 from widen_cli.plan.laws import width_power
-from widen_cli.plan.match import Match, StoredHeader, applying_rule, config_lookup, match_tensors
+from widen_cli.plan.lookup import config_lookup
+from widen_cli.plan.match import Match, StoredHeader, applying_rule, match_tensors
 from widen_cli.plan.result import EXACT, ConfigChange, Plan, Twin
 from widen_cli.plan.sizes import resolve_sizes
 from widen_cli.plan.spaces import SpaceScales

@@ -1,6 +1,8 @@
-"""A model rebuilt of its own tensors before it is widened: other layers, other names, the same stored bytes."""
+"""What is made of a checkpoint before it is widened: another one, of other tensors with the same sources, and another config."""
 
-from widen_cli.rebuild.depth import deepened
-from widen_cli.rebuild.view import Piece, View
+from widen_cli.rebuild.depth import deepened, refuse_depth
+from widen_cli.rebuild.layers import with_layers
+from widen_cli.rebuild.upcycle import Upcycled, upcycled
+from widen_cli.rebuild.wish import refuse_experts
 
-__all__ = ["Piece", "View", "deepened"]
+__all__ = ["Upcycled", "deepened", "refuse_depth", "refuse_experts", "upcycled", "with_layers"]

@@ -11,12 +11,13 @@ from widen_cli.checkpoint import Checkpoint
 from widen_cli.dtypes import DType
 from widen_cli.errors import WidenError, did_you_mean, printable
 from widen_cli.map_rules import ArchitectureMap, TensorRule, name_pattern
+from widen_cli.options import Options
 from widen_cli.plan.match import Match, Matched, layer_counts, match_tensors
 from widen_cli.plan.result import EXACT, ConfigChange
+from widen_cli.rebuild.layers_wished import Wish, parse_depth
 from widen_cli.rebuild.schedules import Schedules, refusal
 from widen_cli.rebuild.silence import silenced
 from widen_cli.rebuild.view import Piece, View
-from widen_cli.rebuild.wish import Wish, parse_depth
 
 ALLOW = "--allow-approximate"
 # -1 as stored, the value of a gain w that is used as 1 + w and has to make nothing.
@@ -74,6 +75,24 @@ def deepened(
         warnings=(*warnings, *(text for deep in built for text in deep.doubts())),
         approximate=approximate,
     )
+
+
+def refuse_depth(options: Options) -> None:
+    """Raises WidenError for what does not go together with --depth in one run."""
+    if not options.depth:
+        return
+    said = f"--depth {printable(options.depth[0])}"
+    if options.base is not None:
+        raise WidenError(
+            f"{said}: an adapter's layers are those of its base; a deeper base takes one that is trained on it, "
+            "or merge the adapter into its base first"
+        )
+    for given, other in (
+        (options.experts is not None, "--experts"),
+        ("@" in (options.grow or ""), "--grow ...@LAYERS"),
+    ):
+        if given:
+            raise WidenError(f"{said}: does not go together with {other}; give each to a run of its own, --depth first")
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from widen_cli.config import ModelConfig
 from widen_cli.errors import WidenError, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap, Schedule
-from widen_cli.plan.match import config_lookup, held
+from widen_cli.plan.lookup import config_lookup, held
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
-from widen_cli.rebuild.wish import Slot, Wish
+from widen_cli.rebuild.layers_wished import Slot, Wish
 
 
 class Schedules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from widen_cli.checkpoint import Checkpoint
 from widen_cli.plan import Plan
 from widen_cli.plan.result import ConfigChange
 from widen_cli.safetensors_file import StoredTensor
-from widen_cli.sources import FilledSource
+from widen_cli.views import FilledSource, Shared, ViewSource, Window
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,14 @@ class Piece:
     stored: StoredTensor
     item: bytes | None = None
 
-    @property
-    def tensor(self) -> StoredTensor:
-        """The piece as if it had been stored."""
-        if self.item is None:
-            return replace(self.stored, name=self.name)
-        return replace(
-            self.stored, name=self.name, offset=0, source=FilledSource(self.name, self.item, self.stored.nbytes)
-        )
+    def tensor(self, shared: Shared) -> StoredTensor:
+        """The piece as if it had been stored; `shared` are the stored bytes, for as many pieces as take them."""
+        stored = replace(self.stored, name=self.name)
+        if self.item is not None:
+            return replace(stored, offset=0, source=FilledSource(self.name, stored.nbytes, self.item))
+        if not stored.source.sequential:
+            return stored
+        return replace(stored, offset=0, source=ViewSource(shared, [Window(0, stored.nbytes, stored.nbytes, 1)]))
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,11 @@ class View:
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint as the view sees it."""
         values = {change.key: change.new for change in self.config}
-        tensors = tuple(piece.tensor for piece in self.pieces)
-        return replace(checkpoint, tensors=tensors, config=checkpoint.config.with_values(values))
+        uses = Counter(piece.stored.name for piece in self.pieces if piece.item is None)
+        shared = {tensor.name: Shared(tensor, uses[tensor.name]) for tensor in checkpoint.tensors}
+        tensors = tuple(piece.tensor(shared[piece.stored.name]) for piece in self.pieces)
+        stored = checkpoint.stored or checkpoint.tensors
+        return replace(checkpoint, tensors=tensors, stored=stored, config=checkpoint.config.with_values(values))
 
     def planned(self, plan: Plan) -> Plan:
         """The plan made of such a checkpoint, with what the view did before."""

@@ -1,131 +1,99 @@
-"""What --depth asks for, and the layers that come of it.
-
-`2x`, `+4`, `+4@end`, `+4@7` and a new total put identity layers between the old ones, `0-23,8-31` lays old layers one after the
-other as mergekit's passthrough does, `drop:5,7-9` leaves some out.
-"""
+"""What the command line asks of a mixture of experts, and whether it keeps the function."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from widen_cli.errors import WidenError, printable
+from widen_cli.map_rules import ArchitectureMap, Upcycle
+from widen_cli.options import Options
 
-LAYER_LIMIT = 10_000
-FORMS = "2x, +4, +4@end, +4@7, a new total such as 48, layers such as 0-23,8-31, or drop:5,7-9"
-_RANGES = r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*"
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One layer of the new stack: the old one whose weights it takes; `passes`: it is made to pass the stream on as it is."""
-
-    source: int
-    passes: bool = False
+USUAL = 2  # experts that work for a token, or sets of slices
 
 
 @dataclass(frozen=True)
 class Wish:
-    """One --depth: the stack it speaks of, None where the model has one alone, and what it asks, as it was written."""
+    """How many experts there are to be, how many of them work for a token, and into how many of them a copy is cut."""
 
-    stack: str | None
-    text: str
-
-    @property
-    def said(self) -> str:
-        """The option as it was given."""
-        return f"--depth {self.stack + ':' if self.stack else ''}{self.text}"
+    experts: int
+    top_k: int
+    slices: int
+    router: str
+    seed: int
 
     @property
-    def keeps(self) -> bool:
-        """Whether every old layer stays, in order, and nothing but identity layers comes in between."""
-        return re.fullmatch(r"\d{1,5}x|\+.*|\d{1,5}", self.text) is not None
+    def copies(self) -> int:
+        return self.experts // self.slices
 
-    def slots(self, count: int) -> tuple[Slot, ...]:
-        """The new stack of a model that has `count` layers. Raises WidenError for what cannot be made of them."""
-        text = self.text
-        if text.endswith("x"):
-            return self._checked(_spread(count, count * (int(text[:-1]) - 1)))
-        if text.startswith("+"):
-            number, at, place = text[1:].partition("@")
-            return self._checked(_spread(count, int(number)) if not at else self._at(count, int(number), place))
-        if text.isdigit():
-            return self._checked(self._total(count, int(text)))
-        listed = text.removeprefix("drop:")
-        chosen = list(self._layers(listed, count))
-        if listed != text:
-            chosen = [layer for layer in range(count) if layer not in chosen]
-        if not chosen:
-            raise WidenError(f"{self.said}: no layer would be left of {count}; name fewer")
-        return self._checked(Slot(layer) for layer in chosen)
-
-    def _checked(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
-        found: list[Slot] = []
-        for slot in slots:
-            found.append(slot)
-            if len(found) > LAYER_LIMIT:
-                raise WidenError(f"{self.said}: more than {LAYER_LIMIT} layers; name a smaller number")
-        return tuple(found)
-
-    def _total(self, count: int, total: int) -> Iterator[Slot]:
-        if total <= count:
-            less = "has as many already" if total == count else f"has {count}, and layers are left out by name"
-            raise WidenError(f"{self.said}: the model {less}; give a larger total, or drop:{count - 1} and the like")
-        return _spread(count, total - count)
-
-    def _at(self, count: int, number: int, place: str) -> Iterator[Slot]:
-        behind = count - 1 if place == "end" else int(place)
-        if behind >= count:
-            raise WidenError(
-                f"{self.said}: there is no layer {behind} to put others behind; the last one is {count - 1}"
+    @property
+    def exact_for(self) -> str:
+        """Under what condition the model computes what the dense one does, for the plan's notes."""
+        if self.top_k == self.experts:
+            return "all experts work for every token, so the function is kept whatever the router says"
+        if self.slices == 1:
+            return (
+                "the experts are alike and the weights of those chosen sum to 1, so the function is kept for any router"
             )
-        for layer in range(count):
-            yield Slot(layer)
-            if layer == behind:
-                yield from [Slot(layer, passes=True)] * min(number, LAYER_LIMIT)
-
-    def _layers(self, text: str, count: int) -> Iterator[int]:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            start, stop = int(first), int(last or first)
-            if start > stop:
-                raise WidenError(f"{self.said}: {part} runs backwards; say {stop}-{start}")
-            if stop >= count:
-                raise WidenError(
-                    f"{self.said}: there is no layer {stop}; they are numbered 0 to {count - 1}, and {part} includes both ends"
-                )
-            yield from range(start, stop + 1)
-
-
-def _spread(count: int, new: int) -> Iterator[Slot]:
-    """`new` identity layers, spread evenly: the last of them behind the last layer, as LLaMA Pro does it."""
-    done = 0
-    for layer in range(count):
-        yield Slot(layer)
-        due = new * (layer + 1) // count
-        yield from [Slot(layer, passes=True)] * min(due - done, LAYER_LIMIT)
-        done = due
-
-
-def parse_depth(texts: Sequence[str]) -> tuple[Wish, ...]:
-    """The wishes of all --depth options. Raises WidenError for one that cannot be read, or two for one stack."""
-    wishes = tuple(map(_parsed, texts))
-    for number, wish in enumerate(wishes):
-        if any(wish.stack == other.stack for other in wishes[:number]):
-            raise WidenError(f"{wish.said}: one --depth a stack; an earlier one speaks of the same")
-    return wishes
-
-
-def _parsed(text: str) -> Wish:
-    stack, colon, rest = text.rpartition(":")
-    if stack == "drop" or stack.endswith(":drop"):
-        stack, rest = stack.removesuffix("drop").removesuffix(":"), f"drop:{rest}"
-    read = re.fullmatch(rf"(\d{{1,5}})x|\+(\d{{1,5}})(?:@(?:end|\d{{1,5}}))?|(\d{{1,5}})|(?:drop:)?{_RANGES}", rest)
-    if not read or (colon and not stack and not rest.startswith("drop:")) or not re.fullmatch(r"[\w.]*", stack):
-        raise WidenError(
-            f"--depth {printable(text)}: cannot be read; expected {FORMS}, with STACK: before it where there are two"
+        return (
+            f"the {self.slices} slices of a copy have one row of the router and are chosen together, so the function is kept "
+            "but where two copies tie at the edge of top-k, which numbers of few bits can make happen"
         )
-    if any(group is not None and int(group) < least for group, least in zip(read.groups(), (2, 1, 1), strict=True)):
-        raise WidenError(f"--depth {printable(text)}: adds no layer; expected {FORMS}")
-    return Wish(stack or None, rest)
+
+
+def wish(options: Options, target: ArchitectureMap, rules: Upcycle) -> Wish:
+    """What was asked for. Raises WidenError with everything in it that would not keep the function, or cannot be built."""
+    assert options.experts is not None
+    usual = min(USUAL * options.slices, options.experts) if rules.normalised else options.experts
+    asked = Wish(options.experts, options.top_k or usual, options.slices, options.router, options.router_seed)
+    faults = list(_faults(asked, target.architecture, rules))
+    if faults:
+        raise WidenError(*faults)
+    return asked
+
+
+def _faults(asked: Wish, name: str, rules: Upcycle) -> Iterator[str]:
+    if asked.top_k > asked.experts:
+        yield f"--top-k {asked.top_k}: there are {asked.experts} experts; give as many or fewer"
+        return
+    if asked.experts % asked.slices:
+        yield f"--experts {asked.experts}: are no whole copies of {asked.slices} slices; give a multiple of --slices"
+    elif asked.top_k % asked.slices:
+        yield (
+            f"--top-k {asked.top_k}: takes no whole copies of {asked.slices} slices, whose sum alone is the dense layer; "
+            "give a multiple of --slices"
+        )
+    if asked.top_k == asked.experts:
+        return
+    if not rules.normalised:
+        yield (
+            f"--top-k {asked.top_k}: the runtime of '{name}' does not make the weights of chosen experts sum to 1, so the "
+            f"function is kept where all work; give --top-k {asked.experts}, or leave it out"
+        )
+    elif asked.slices > 1 and asked.router == "zero":
+        yield (
+            f"--router zero: ties all experts, and which {asked.top_k} of {asked.experts} a runtime then takes is its own "
+            "affair, so they need not be the slices of whole copies; give --router random, or --top-k "
+            f"{asked.experts}"
+        )
+
+
+def refuse_experts(options: Options) -> None:
+    """Raises WidenError for options that speak of experts where none are asked for, or none can be made."""
+    if options.experts is not None and options.base is not None:
+        raise WidenError("--experts: an adapter stays one of its dense base; leave --base or --experts out")
+    if options.base is not None and "@" in (options.grow or ""):
+        raise WidenError(
+            f"--grow {printable(options.grow or '')}: an adapter grows alike in all layers; leave @... out"
+        )
+    plain = Options(options.input, options.output)
+    names = {
+        "top_k": "--top-k",
+        "slices": "--slices",
+        "router": "--router",
+        "router_seed": "--router-seed",
+        "upcycle": "--upcycle",
+    }
+    said = [option for name, option in names.items() if getattr(options, name) != getattr(plain, name)]
+    if options.experts is None and said:
+        raise WidenError(f"{', '.join(said)}: says how experts are made, and --experts does not say that they are")

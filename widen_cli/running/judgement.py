@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from widen_cli.running.comparison import Measured, Outputs, measured
+import numpy as np
+
+from widen_cli.running.comparison import Array, Measured, Outputs, measured
 
 # The wide model sums more terms in another order. Of the tests' models the worst is off by 5 times the disturbance.
 TIMES = 8
@@ -35,12 +37,16 @@ class Bound:
 
 @dataclass(frozen=True)
 class Judged:
-    """What was measured of one output and the bound it is held to; of two shapes that are no widening, only the shapes."""
+    """What was measured of one output and the bound it is held to; of two shapes that are no widening, only the shapes.
+
+    `infinite` counts values of the narrow and of the wide output that are infinite or no number.
+    """
 
     name: str
     measured: Measured | None
     bound: Bound
     shapes: str = ""
+    infinite: tuple[int, int] = (0, 0)
 
     @property
     def same(self) -> bool:
@@ -67,6 +73,8 @@ class Judged:
             "relative_difference": _finite(found.relative),
             "tolerance": _finite(self.bound.relative),
         }
+        if any(self.infinite):
+            figures |= {"narrow_not_finite": self.infinite[0], "wide_not_finite": self.infinite[1]}
         if found.kl is not None:
             mean, largest = found.kl
             figures |= {"kl_mean": _finite(mean), "kl_max": _finite(largest), "kl_tolerance": _finite(self.bound.kl)}
@@ -89,6 +97,9 @@ class Judged:
             text += f"; KL {found.kl[0]:.1e}{held}, at most {found.kl[1]:.1e}"
         if found.top1 is not None:
             text += f"; top-1 agreement {100 * found.top1:.4g}%"
+        if any(self.infinite):
+            values, (narrow, wide) = math.prod(found.shape), self.infinite
+            text += f"; not finite: {narrow} of {values} values of the narrow model, {wide} of the wide one"
         return text
 
 
@@ -144,4 +155,9 @@ def _judged(name: str, narrow: Outputs, wide: Outputs, allowed: Bound, scale: fl
         return Judged(name, None, allowed, f"only the {which} model has it")
     found = measured(name, narrow[name], wide[name], scale)
     shapes = f"{list(narrow[name].shape)} against {list(wide[name].shape)}, which is no widening"
-    return Judged(name, found, allowed, "" if found else shapes)
+    infinite = (_not_finite(narrow[name]), _not_finite(wide[name]))
+    return Judged(name, found, allowed, "" if found else shapes, infinite)
+
+
+def _not_finite(output: Array) -> int:
+    return output.size - int(np.isfinite(output).sum())

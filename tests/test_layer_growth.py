@@ -1,0 +1,177 @@
+"""Growth by ranges of layers, `--grow intermediate=2@8-15`: what each layer becomes, run in llama.cpp, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import gguf_families
+import models
+import numpy as np
+import pytest
+import test_gguf_layers
+import torch
+from click.testing import CliRunner
+from llama_cpp import difference, log_probabilities
+from test_gguf_layers import BOUND, PROMPTS, widened
+
+from widen_cli.cli import cli
+from widen_cli.convert import prepare
+from widen_cli.errors import WidenError
+from widen_cli.options import Options
+from widen_cli.plan.layer_growth import LayerGrowth, parse_growth
+from widen_cli.plan.wishes import parse_grow
+
+_KEYS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "attention.key_length")
+
+
+def _llama(**sizes: Any) -> gguf_families.Family:
+    return gguf_families.Family("llama", gguf_families._llama_like(), gguf_families.Sizes(layers=3, **sizes))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Narrow files by name: `deci`, of four layers that all differ, and a `llama` of three, `mha` with a kv head each."""
+    folder = tmp_path_factory.mktemp("narrow")
+    return cache(
+        lambda name: (
+            test_gguf_layers.write(folder / "deci.gguf")
+            if name == "deci"
+            else gguf_families.write_family(
+                _llama(**({"kv_heads": 6} if name == "mha" else {})), folder / f"{name}.gguf"
+            )
+        )
+    )
+
+
+@cache
+def logs(path: Path) -> Any:
+    return log_probabilities(path, PROMPTS)
+
+
+def sizes(path: Path) -> list[Any]:
+    fields = gguf.GGUFReader(path).fields
+    assert fields["general.architecture"].contents() == "deci"
+    return [fields[f"deci.{key}"].contents() for key in _KEYS if f"deci.{key}" in fields]
+
+
+@pytest.mark.parametrize(
+    ("name", "grow", "mode", "expected"),
+    [
+        ("deci", "intermediate=3@2-3", "sum", [[50, 0, 90, 66], [6, 4, 0, 2], [3, 1, 0, 2], 10]),
+        (
+            "deci",
+            "hidden=2,intermediate=2x@0,heads=2@0-1,kv_heads=2@0",
+            "orthogonal",
+            [[100, 0, 30, 22], [12, 8, 0, 2], [6, 1, 0, 2], 10],
+        ),
+        ("llama", "intermediate=2@1", "quiet", [[50, 100, 50], 6, 3]),
+        ("llama", "hidden=2,heads=2@0-1,intermediate=3@2", "copy", [[50, 50, 150], [12, 12, 6], 3]),
+        ("llama", "hidden=3,intermediate=2@0,intermediate=5@2", "orthogonal", [[100, 50, 250], 6, 3, 6]),
+        # The first layer's heads say how large a head is and how many kv heads there are, until it is written.
+        ("mha", "heads=2@0", "copy", [50, [12, 6, 6], 6, 6]),
+        ("mha", "heads=2@1,kv_heads=2@1", "sum", [50, [6, 12, 6], [6, 12, 6]]),
+    ],
+)
+def test_layers_grow_on_their_own(
+    files: Callable[[str], Path], tmp_path: Path, name: str, grow: str, mode: str, expected: list[Any]
+) -> None:
+    wide = tmp_path / "wide.gguf"
+    widened(files(name), wide, grow=grow, scaling=mode)
+    assert difference(logs(files(name)), log_probabilities(wide, PROMPTS)) <= BOUND
+    assert sizes(wide) == expected
+    assert CliRunner().invoke(cli, ["verify", str(files(name)), str(wide)]).exit_code == 0
+
+
+def test_layers_not_named_grow_by_the_factor(files: Callable[[str], Path], tmp_path: Path) -> None:
+    wide = tmp_path / "wide.gguf"
+    report = widened(files("deci"), wide, factor=2, grow="intermediate=3@0")
+    assert sizes(wide)[:2] == [[150, 0, 60, 44], [12, 8, 0, 4]]
+    assert report.job.plan.grown == "hidden x2, intermediate x2, heads x2, kv_heads x2, intermediate=3@0"
+    assert difference(logs(files("deci")), log_probabilities(wide, PROMPTS)) <= BOUND
+
+
+def test_a_layers_factor_that_is_not_its_own_shows(files: Callable[[str], Path], tmp_path: Path) -> None:
+    """Layer 1 has twice the units, so its down projection is halved; as in the other layers it would be seen."""
+    wide = tmp_path / "wide.gguf"
+    widened(files("llama"), wide, grow="intermediate=2@1", scaling="copy")
+    found = next(one for one in gguf.GGUFReader(wide).tensors if one.name == "blk.1.ffn_down.weight")
+    data, start = wide.read_bytes(), int(found.data_offset)
+    values = 2 * np.array(found.data)
+    wide.write_bytes(data[:start] + values.tobytes() + data[start + values.nbytes :])
+    assert difference(logs(files("llama")), log_probabilities(wide, PROMPTS)) > 5 * BOUND
+
+
+def refusal(path: Path, **asked: Any) -> list[str]:
+    with pytest.raises(WidenError) as caught:
+        prepare(Options(str(path), f"{path}-refused", **asked))
+    return [fault.replace(str(path), "IN") for fault in caught.value.faults]
+
+
+def test_what_a_file_cannot_say(files: Callable[[str], Path]) -> None:
+    assert refusal(files("llama"), grow="head_dim=2@0,intermediate=2@0") == [
+        "--grow head_dim=2@0: 'head_dim' has one size in all layers; these may differ: intermediate, heads, kv_heads"
+    ]
+    assert refusal(files("llama"), grow="intermediate=2@1-3,heads=2@7") == [
+        "--grow intermediate=2@1-3: the model has 3 layers, counted from 0",
+        "--grow heads=2@7: the model has 3 layers, counted from 0",
+    ]
+    assert refusal(files("llama"), grow="intermediat=2@1")[0].startswith(
+        "--grow intermediat=2@1: map 'llama' has no such axis (did you mean 'intermediate'?); it has hidden, "
+    )
+    assert refusal(files("deci"), grow="kv_heads=2@3") == [
+        "IN: the wide model would have heads 2, kv_heads 4, and 'deci' needs heads % kv_heads == 0; choose other factors with --grow"
+    ]
+    assert refusal(files("llama"), grow="intermediate=2@1", experts=4) == [
+        "--grow intermediate=2@1: the GGUF of a 'llama' with experts has one intermediate for all layers; GGUF architectures with "
+        "one for each: deci (intermediate, heads, kv_heads), which a llama becomes"
+    ]
+
+
+def test_other_formats_are_told_which_ones_can(tmp_path: Path) -> None:
+    models.build(models.VARIANTS["llama"], torch.float32).save_pretrained(tmp_path / "hf")
+    assert refusal(tmp_path / "hf", grow="intermediate=2@1,heads=2@0") == [
+        f"--grow {growth}: the config of a 'llama' has one {axis} for all layers; GGUF architectures with one for each: deci "
+        "(intermediate, heads, kv_heads), which a llama becomes"
+        for growth, axis in (("intermediate=2@1", "intermediate"), ("heads=2@0", "heads"))
+    ]
+    assert refusal(tmp_path / "hf", grow="heads=2@0", base=str(tmp_path / "hf")) == [
+        "--grow heads=2@0: an adapter grows alike in all layers; leave @... out"
+    ]
+
+
+def test_it_is_not_folded_back(files: Callable[[str], Path], tmp_path: Path) -> None:
+    widened(files("llama"), tmp_path / "wide.gguf", grow="intermediate=2@1")
+    back = CliRunner().invoke(cli, ["collapse", str(tmp_path / "wide.gguf"), str(tmp_path / "back.gguf")])
+    assert back.exit_code == 1
+    assert back.stderr == (
+        f"{tmp_path / 'wide.gguf'}: grew differently from layer to layer (--grow intermediate=2@1), which is not folded back; "
+        "go on with the narrow model\n"
+    )
+
+
+def test_ranges_are_read() -> None:
+    assert parse_growth("hidden=2, heads=3x@4 - 7,heads=2@1") == (
+        parse_grow("hidden=2"),
+        (LayerGrowth("heads", 3, 4, 7), LayerGrowth("heads", 2, 1, 1)),
+    )
+
+
+_NO_LAYERS = "names no layers; write for example intermediate=2@8-15, or intermediate=2@3 for one, counted from 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("heads=2@", f"'heads=2@' {_NO_LAYERS}"),
+        ("heads=2@7-3", f"'heads=2@7-3' {_NO_LAYERS}"),
+        ("heads=2@1-3,heads=3@3", "two ranges of 'heads' share a layer"),
+    ],
+)
+def test_ranges_that_cannot_be_read(text: str, expected: str) -> None:
+    with pytest.raises(WidenError) as caught:
+        parse_growth(text)
+    assert str(caught.value) == f"--grow {text}: {expected}"

@@ -1,0 +1,149 @@
+"""Axes whose new size is no multiple of the old one: how often each old position stands.
+
+All stand floor(new / old) times, and the last of them once more: so many that the new size is reached. Whole heads are shared
+out among the groups that read one key, so that a copy of a query still reads a copy of its key.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import groupby
+
+from widen_cli.errors import WidenError
+from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.factors import Factor, is_whole
+from widen_cli.plan.sizes import Sizes
+from widen_cli.scales import Scale
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`units` neighbouring old positions that stand `copies` times each; `kept` of them where the others are filled."""
+
+    units: int
+    copies: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Partial:
+    """An axis that grows by a fraction, `ratio`: every old position stands at least `whole` times."""
+
+    axis: str
+    ratio: Fraction
+    segments: tuple[Segment, ...]
+
+    @property
+    def whole(self) -> int:
+        return int(self.ratio)
+
+    @property
+    def old(self) -> int:
+        return sum(segment.units for segment in self.segments)
+
+    @property
+    def spread(self) -> Scale:
+        """What becomes of the root mean square over the axis where `whole` copies stand and the rest adds nothing."""
+        return Scale.of(self.whole / self.ratio) ** Fraction(1, 2)
+
+    def places(self, position: int) -> range:
+        """Where the copies of an old position stand."""
+        start = 0
+        for segment in self.segments:
+            if position < segment.units:
+                start += position * segment.copies
+                return range(start, start + segment.copies)
+            position -= segment.units
+            start += segment.units * segment.copies
+        raise IndexError(position)
+
+
+Partials = Mapping[str, Partial]
+
+
+def partial_axes(architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor]) -> dict[str, Partial]:
+    """The axes that grow by a fraction. Raises WidenError for those of which it cannot be said where the copies go."""
+    found = {axis: Partial(axis, Fraction(factor), ()) for axis, factor in factors.items() if not is_whole(factor)}
+    faults = [
+        f"--grow {axis}={factors[axis]}: '{axis}' differs from layer to layer, so only whole factors can be; give one"
+        for axis in found
+        if axis in sizes.layered
+    ]
+    if faults:
+        raise WidenError(*faults)
+    known = {axis: partial for axis, partial in found.items() if axis in sizes.known}
+    made = {axis: Partial(axis, each.ratio, _segments(each.ratio, sizes.known[axis])) for axis, each in known.items()}
+    return made | _grouped(architecture, sizes, factors, made)
+
+
+def _segments(ratio: Fraction, size: int) -> tuple[Segment, ...]:
+    whole = int(ratio)
+    more = int(ratio * size) - whole * size
+    return Segment(size - more, whole, whole), Segment(more, whole + 1, whole)
+
+
+def _grouped(
+    architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor], made: Mapping[str, Partial]
+) -> dict[str, Partial]:
+    """The heads of queries, where they share keys: within each group, as many copies as the group's keys serve."""
+    found: dict[str, Partial] = {}
+    for heads, keys in shared_keys(architecture).items():
+        if {heads, keys} <= sizes.known.keys() and {heads, keys} & made.keys():
+            found |= _in_groups(heads, keys, sizes, factors, made)
+    return found
+
+
+def shared_keys(architecture: ArchitectureMap) -> dict[str, str]:
+    """The axes of heads that share keys and values, each with the axis of those: where a map requires heads % kv_heads == 0."""
+    found: dict[str, str] = {}
+    for formula in architecture.requires:
+        for node in ast.walk(formula.tree):
+            match node:
+                case ast.Compare(
+                    left=ast.BinOp(left=ast.Name(id=heads), op=ast.Mod(), right=ast.Name(id=keys)),
+                    ops=[ast.Eq()],
+                    comparators=[ast.Constant(value=0)],
+                ) if {heads, keys} <= {*architecture.growth.heads}:
+                    found[heads] = keys
+    return found
+
+
+def _in_groups(
+    heads: str, keys: str, sizes: Sizes, factors: Mapping[str, Factor], made: Mapping[str, Partial]
+) -> dict[str, Partial]:
+    old, kept = sizes.known[heads], sizes.known[keys]
+    new, serving = old * Fraction(factors[heads]), kept * Fraction(factors[keys])
+    told = f"--grow {heads}={factors[heads]},{keys}={factors[keys]}: {new} {heads} over {serving} {keys}"
+    if new % serving or old % kept:
+        raise WidenError(f"{told} are not as many for each; choose {heads} as a multiple of {keys}")
+    copies = _copies_of_keys(made.get(keys), kept, factors[keys])
+    group, slots = old // kept, [number * int(new / serving) for number in copies]
+    if any(number < group for number in slots):
+        raise WidenError(
+            f"{told} leave some of the old {group} heads of a group without a place; grow {heads} more, or {keys} by a whole factor"
+        )
+    counts = [number // group + (at >= group - number % group) for number in slots for at in range(group)]
+    ratio = Fraction(factors[heads])
+    if is_whole(ratio) and set(counts) == {int(ratio)}:
+        return {}
+    parts = [(number, len([*each])) for number, each in groupby(counts)]
+    return {heads: Partial(heads, ratio, tuple(Segment(n, k, min(k, int(ratio))) for k, n in parts))}
+
+
+def _copies_of_keys(partial: Partial | None, size: int, factor: Factor) -> list[int]:
+    if partial is None:
+        return [int(factor)] * size
+    return [segment.copies for segment in partial.segments for _ in range(segment.units)]
+
+
+def partial_output(partial: Partial, mean: bool, scale: Scale, layout: str) -> str:
+    """How a bare model's hidden states come out along such an axis; heads undo it."""
+    (_, _), (more, _) = ((segment.units, segment.copies) for segment in partial.segments)
+    how = "as a whole" if layout == "tile" else "side by side"
+    begin = "begin with the old ones" if partial.whole == 1 else f"stand {partial.whole}x {how}"
+    times = "" if scale.is_one else f", times {scale}"
+    what = "their mean" if mean else "zero"
+    return f"hidden states, where they are the output, {begin}{times}; {more} places hold {what}"
