@@ -20,6 +20,7 @@ from widen_cli.plan.parameters import Parameters
 from widen_cli.plan.sizes import resolve_sizes
 from widen_cli.plan.wishes import wished
 from widen_cli.proposals import Proposals, parse_params, propose
+from widen_cli.rebuild import deepened, refuse_depth
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def aimed(options: Options, checkpoint: Checkpoint, request: PlanRequest) -> tup
         if options.base is not None:
             model = open_checkpoint(options.base, options.config, request.settings, options.strip_prefix)
             opened.callback(model.close)
-        narrow = _Narrow(model, choose_map(model, options.map), request)
+        choice = choose_map(model, options.map)
+        narrow = _Narrow(_with_depth(options, model, choice), choice, request)
         grow = parse_growth(options.grow)[0] if options.grow is not None else {}
         asked = wished(narrow.architecture, narrow.sizes, grow)
         fixed = {axis: Fraction(ratio) for axis, ratio in asked.items()}
@@ -54,6 +56,14 @@ def aimed(options: Options, checkpoint: Checkpoint, request: PlanRequest) -> tup
         said = [f"{axis}={ratio}x" for axis, ratio in found.ratios.items()] + [str(wish) for wish in grow.values()]
         aim = Aim(found.lines, found.values, found.doubts)
         return replace(options, like=None, target_params=None, grow=",".join(said)), aim
+
+
+def _with_depth(options: Options, model: Checkpoint, choice: Choice) -> Checkpoint:
+    """The model with the layers that --depth gives it: what grows, and is counted."""
+    refuse_depth(options)
+    model = replace(model, config=model.config.within(choice.section))
+    view = deepened(model, choice.architecture, choice.root, options.depth, options.allow_approximate)
+    return view.of(model) if view is not None else model
 
 
 def _check_said(options: Options) -> None:

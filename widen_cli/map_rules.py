@@ -117,8 +117,8 @@ class Rope:
 class Schedule:
     """A rule by which a layer's number says of what kind it is.
 
-    `key` is the config key whose list takes the rule's place, with `values` for where `kind` holds and where not; `weights`:
-    the kinds have different tensors.
+    `stack` is the pattern of the only layers it speaks of; `key` is the config key whose list takes the rule's place, with
+    `values` for where `kind` holds and where not; `weights`: the kinds have different tensors.
     """
 
     kind: Formula
@@ -126,6 +126,16 @@ class Schedule:
     values: tuple[Any, ...]
     weights: bool
     why: str | None
+    stack: str | None
+
+
+@dataclass(frozen=True)
+class DepthReason:
+    """Why layers of a stack, or of all where it names none, cannot be what --depth makes of them, where a condition holds."""
+
+    condition: Formula
+    why: str
+    stack: str | None
 
 
 @dataclass(frozen=True)
@@ -144,8 +154,8 @@ class Depth:
     runs: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
     schedules: tuple[Schedule, ...] = ()
-    reasons: tuple[tuple[Formula, str], ...] = ()
-    fixed: tuple[tuple[Formula, str], ...] = ()
+    reasons: tuple[DepthReason, ...] = ()
+    fixed: tuple[DepthReason, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,12 @@ class RopeSection(_Section):
     reasons: list[ReasonSection] = []
 
 
+class DepthReasonSection(ReasonSection):
+    stack: str | None = None
+
+
 class ScheduleSection(_Section):
+    stack: str | None = None
     kind: str
     key: str | None = None
     values: list[Any] = Field(default=[], max_length=2)
@@ -90,8 +95,8 @@ class DepthSection(_Section):
     runs: list[str] = []
     roots: list[str] = []
     schedules: list[ScheduleSection] = []
-    reasons: list[ReasonSection] = []
-    fixed: list[ReasonSection] = []
+    reasons: list[DepthReasonSection] = []
+    fixed: list[DepthReasonSection] = []
 
 
 class UpcycleSection(_Section):

@@ -15,6 +15,7 @@ from widen_cli.options import Options
 from widen_cli.plan.match import Match, Matched, layer_counts, match_tensors
 from widen_cli.plan.result import EXACT, ConfigChange
 from widen_cli.rebuild.layers_wished import Wish, parse_depth
+from widen_cli.rebuild.named_layers import renamed_layers, unsaid_lists
 from widen_cli.rebuild.schedules import Schedules, refusal
 from widen_cli.rebuild.silence import silenced
 from widen_cli.rebuild.view import Piece, View
@@ -167,42 +168,30 @@ class _Deep:
         self.stack = stack
         self.wish = wish
         self.file = checkpoint.name
-        self.schedules = Schedules(architecture, checkpoint.config, stack.count, wish)
+        self.schedules = Schedules(architecture, checkpoint.config, stack.pattern, stack.count, wish)
         self.refuse(architecture)
         self.slots = self.schedules.fitted(wish.slots(stack.count))
-        self.changes = list(self.schedules.changes(self.slots))
+        self.changes = [
+            *self.schedules.changes(self.slots),
+            *renamed_layers(checkpoint.config, match.written(stack.pattern), stack.count, self.slots),
+        ]
         self.rules = {item.tensor.name: item.rule for item in match.matched}
         self.fixed = self.standing()
         self.silent = self.silenced(architecture) if any(slot.passes for slot in self.slots) else {}
-        self.unsaid = [
-            key
-            for key, value in checkpoint.config.values.items()
-            if isinstance(value, list) and len(value) == stack.count > 2 and not self.said(architecture, key)
-        ]
+        self.unsaid = unsaid_lists(architecture, checkpoint.config, stack.count)
 
     def refuse(self, architecture: ArchitectureMap) -> None:
         """Raises WidenError where the family's layers cannot be numbered anew, or cannot pass the stream on as it is."""
         depth = architecture.depth
-        why = refusal(depth.fixed, self.schedules.value)
+        why = refusal(depth.fixed, self.stack.pattern, self.schedules.value)
         if why:
             raise WidenError(f"{self.wish.said}: {why}")
-        why = refusal(depth.reasons, self.schedules.value) if self.wish.keeps else None
+        why = refusal(depth.reasons, self.stack.pattern, self.schedules.value) if self.wish.keeps else None
         if why:
             raise WidenError(
                 f"{self.wish.said}: no layer of '{architecture.architecture}' passes the stream on as it is: {why}; "
                 f"copies of layers, such as --depth 0-{self.stack.count - 1},0-{self.stack.count - 1}, change the function and need {ALLOW}"
             )
-
-    def said(self, architecture: ArchitectureMap, key: str) -> bool:
-        """Whether the map says what a list in the config is."""
-        depth = architecture.depth
-        listed = (
-            *depth.per_layer,
-            *depth.numbers,
-            *depth.runs,
-            *(architecture.rope.lists if architecture.rope else ()),
-        )
-        return key in (*listed, *(each.key for each in depth.schedules), "architectures", "eos_token_id")
 
     def standing(self) -> set[str]:
         """The tensors that keep their layer's number: those that a rule names with it, and buffers that are left out."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, groupby
 from typing import Any
@@ -16,20 +17,21 @@ from typing import Any
 from widen_cli.config import ModelConfig
 from widen_cli.errors import WidenError, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
-from widen_cli.map_rules import ArchitectureMap, Schedule
+from widen_cli.map_rules import ArchitectureMap, DepthReason, Schedule
 from widen_cli.plan.lookup import config_lookup, held
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
 from widen_cli.rebuild.layers_wished import Slot, Wish
 
 
 class Schedules:
-    """The layers' kinds of one checkpoint whose stack had `count` layers.
+    """The layers' kinds of one checkpoint whose stack, named by its pattern, had `count` layers.
 
     Methods raise WidenError where an old layer would become another kind and no list can say otherwise.
     """
 
-    def __init__(self, architecture: ArchitectureMap, config: ModelConfig, count: int, wish: Wish) -> None:
+    def __init__(self, architecture: ArchitectureMap, config: ModelConfig, stack: str, count: int, wish: Wish) -> None:
         self.depth = architecture.depth
+        self.rules = [rule for rule in self.depth.schedules if rule.stack in (None, stack)]
         self.architecture = architecture
         self.config = config
         self.count = count
@@ -38,7 +40,7 @@ class Schedules:
 
     def fitted(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
         """The slots, where each layer that passes the stream on takes its weights from the nearest one that has the right ones."""
-        decisive = [schedule for schedule in self.depth.schedules if schedule.weights and self.counts(schedule)]
+        decisive = [schedule for schedule in self.rules if schedule.weights and self.counts(schedule)]
         return tuple(self._fitted(number, slot, decisive, len(slots)) for number, slot in enumerate(slots))
 
     def _fitted(self, number: int, slot: Slot, decisive: Sequence[Schedule], total: int) -> Slot:
@@ -70,7 +72,7 @@ class Schedules:
                 yield self._changed(key, [number for number, slot in enumerate(slots) if slot.source in value])
         for key in self.depth.roots:
             yield from self._root(key, len(slots))
-        for schedule in self.depth.schedules:
+        for schedule in self.rules:
             if self.counts(schedule):
                 yield from self._scheduled(schedule, slots)
 
@@ -156,14 +158,13 @@ class Schedules:
         return ConfigChange(key, self.config.get(key), new, EXACT)
 
 
-def refusal(pairs: Sequence[tuple[Formula, str]], value: Callable[[Formula, dict[str, int]], Any]) -> str | None:
-    """The reason of the first condition that holds, None where none does."""
-    for formula, why in pairs:
-        try:
-            if value(formula, {}):
-                return why
-        except UnknownValueError:
-            continue
+def refusal(reasons: Sequence[DepthReason], stack: str, value: Callable[[Formula, dict[str, int]], Any]) -> str | None:
+    """The first reason whose condition holds, of those that speak of the stack; None where none does."""
+    for reason in reasons:
+        if reason.stack in (None, stack):
+            with suppress(UnknownValueError):
+                if value(reason.condition, {}):
+                    return reason.why
     return None
 
 
