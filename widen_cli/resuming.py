@@ -57,8 +57,8 @@ def _asked(options: Options) -> str:
     words: list[str] = []
     for field in fields(options):
         value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
-        if field.name == "settings":
-            words += [f"--set {setting}" for setting in value]
+        if isinstance(value, tuple):
+            words += [f"{'--set' if field.name == 'settings' else flag} {each}" for each in value]
         elif field.name not in _OTHER and value != field.default:
             words.append(flag if value is True else f"{flag} {value}")
     return printable(" ".join(words))

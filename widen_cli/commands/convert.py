@@ -117,7 +117,9 @@ def _convert(
     job = prepare(options)
     for warning in job.warnings if quiet < 2 else ():
         click.echo(f"warning: {warning}", err=True)
-    if quiet < 2 and not any(factor != 1 for factor in job.plan.factors.values()):
+    plan = job.plan
+    rebuilt = plan.rebuilt or plan.made_of or plan.layers
+    if quiet < 2 and not rebuilt and not any(factor != 1 for factor in plan.factors.values()):
         click.echo("warning: nothing grows: every factor asked for is 1, so this only writes the model again", err=True)
     if dry_run:
         job.checkpoint.close()
