@@ -67,7 +67,11 @@ def back(wide: Path, narrow: Path, record: str | None = None, **options: Any) ->
     """Folds without a warning."""
     warnings: list[str] = []
     folded = collapse(Options(str(wide), str(narrow), **options), record, lambda nbytes: None, warnings.append)
-    assert [text for text in warnings if not re.search("left out|copied unchanged|tokenizer", text)] == []
+    assert [
+        text
+        for text in warnings
+        if not re.search("left out|copied unchanged|tokenizer|what --factor made of its heads", text)
+    ] == []
     return folded
 
 

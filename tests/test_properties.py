@@ -145,7 +145,7 @@ def test_what_is_written_is_what_was_planned_and_what_the_law_says(drawn: Drawn,
     dtype, ulp = FLOATS[drawn.dtype]
     narrow = {name: numbers(shape).astype(dtype) for name, shape in llama_shapes(drawn.config)}
     folder = reference.write(tmp_path / "narrow", narrow, drawn.config)
-    grow = ",".join(f"{axis}={factor}" for axis, factor in drawn.growth.items())
+    grow = ",".join(f"{axis}={factor}x" for axis, factor in drawn.growth.items())
     job = widened(folder, tmp_path / "wide", grow=grow, scaling=drawn.scaling)
     file = tmp_path / "wide" / "model.safetensors"
     assert file.stat().st_size == job.nbytes
@@ -206,7 +206,7 @@ def test_a_gguf_is_written_as_planned_and_keeps_its_types(
     asked = dict(zip(("hidden", "intermediate", "heads"), growth, strict=True)) | {"kv_heads": growth[2]}
     # What the file does not state is hidden / heads: heads grow in number, and where hidden grows by more, in size too.
     asked["hidden"] = asked["heads"] * asked["hidden"]
-    grow = ",".join(f"{axis}={factor}" for axis, factor in asked.items())
+    grow = ",".join(f"{axis}={factor}x" for axis, factor in asked.items())
     job = widened(tmp_path / "in.gguf", tmp_path / "out.gguf", grow=grow, scaling=scaling)
     assert (tmp_path / "out.gguf").stat().st_size == job.nbytes
     old, new = (gguf.GGUFReader(tmp_path / name) for name in ("in.gguf", "out.gguf"))
