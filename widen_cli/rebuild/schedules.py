@@ -117,9 +117,12 @@ class Schedules:
         if schedule.key is None:
             number = moved[0]
             why = schedule.why or "layers are of different kinds by their numbers"
-            told = f"layer {slots[number].source} would be layer {number}, which is of another kind"
-            if self.kind(schedule, slots[number].source, len(slots)) != kinds[number]:
-                raise WidenError(f"{self.wish.said}: with {len(slots)} layers {told}: {why}")
+            source = slots[number].source
+            if self.kind(schedule, source, len(slots)) != kinds[number]:
+                raise WidenError(
+                    f"{self.wish.said}: with {len(slots)} layers, layer {source} is of another kind: {why}"
+                )
+            told = f"layer {source} would be layer {number}, which is of another kind"
             raise WidenError(f"{self.wish.said}: {told}: {why}{self.instead()}")
         yield self._changed(schedule.key, [schedule.values[0 if kind else 1] for kind in kinds])
 
