@@ -339,6 +339,21 @@ def test_refusals_name_file_and_fault_and_what_to_do(adapter: Path, base: Path, 
     assert any(all(mention in fault for mention in mentions) for fault in faults), faults
 
 
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"experts": 4}, "--experts: an adapter stays one of its dense base; leave --base or --experts out"),
+        ({"grow": "heads=2@0"}, "--grow heads=2@0: an adapter grows alike in all layers; leave @... out"),
+    ],
+)
+def test_what_an_adapter_cannot_become(
+    adapter: Path, base: Path, tmp_path: Path, asked: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(WidenError) as refused:
+        prepare(Options(str(adapter), str(tmp_path / "out"), base=str(base), **asked))
+    assert str(refused.value) == text
+
+
 def test_head_whose_meaning_the_class_decides_is_refused_without_a_task(base: Path, tmp_path: Path) -> None:
     bert = models.save("bert", tmp_path / "bert")
     given = make_adapter(

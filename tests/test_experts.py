@@ -319,16 +319,9 @@ _NO_BIAS = (
             {"top_k": 2, "router": "zero"},
             ["--top-k, --router: says how experts are made, and --experts does not say that they are"],
         ),
-        (
-            "llama",
-            {"experts": 4, "base": "somewhere"},
-            ["--experts: an adapter stays one of its dense base; leave --base or --experts out"],
-        ),
     ],
 )  # fmt: skip
 def test_what_is_refused(dense: Dense, name: str, asked: dict[str, Any], expected: list[str]) -> None:
-    if "base" in asked:
-        asked = {**asked, "base": str(dense.folder(name))}
     assert refusal(dense.folder(name), **asked) == expected
 
 

@@ -138,9 +138,6 @@ def test_other_formats_are_told_which_ones_can(tmp_path: Path) -> None:
         "(intermediate, heads, kv_heads), which a llama becomes"
         for growth, axis in (("intermediate=2@1", "intermediate"), ("heads=2@0", "heads"))
     ]
-    assert refusal(tmp_path / "hf", grow="heads=2@0", base=str(tmp_path / "hf")) == [
-        "--grow heads=2@0: an adapter grows alike in all layers; leave @... out"
-    ]
 
 
 def test_it_is_not_folded_back(files: Callable[[str], Path], tmp_path: Path) -> None:

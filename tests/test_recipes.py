@@ -118,7 +118,7 @@ def test_every_fault_of_a_recipe_is_told_with_its_place(narrow: Path, tmp_path: 
         "2:11: --grow hidden=two: 'hidden=two' says of no axis what it grows to",
         "4:1: unknown key 'scalling' (did you mean 'scaling'?)",
         "5:9: layout: 'tiled' is not one of 'auto', 'interleave', 'tile'.",
-        "6:9: factor: 1 is not in the range 2<=x<=65536.",
+        "6:9: factor: '1' is no whole number from 2 to 65536",
         "7:7: --set nothing: expected key=value, such as --set num_attention_heads=12",
         "8:1: 'dtype' has no value",
         "9:11: 'rope.a' has to be a text or a number",

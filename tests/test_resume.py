@@ -496,8 +496,13 @@ def test_a_signal_while_a_file_is_noted_leaves_note_and_file(
                 signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(os, "fsync", interrupting)
-    with pytest.raises(KeyboardInterrupt):
-        widen(OPTIONS)
+    # A shell's background job, as the tests may be one, is started with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            widen(OPTIONS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
     monkeypatch.chdir(here)
     (kept,) = left_by_dead_runs(here / "out")
