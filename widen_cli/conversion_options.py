@@ -13,8 +13,11 @@ from widen_cli.errors import WidenError
 from widen_cli.map_checks import ROPE_METHODS
 from widen_cli.plan.growth import FACTOR_LIMIT, parse_grow
 from widen_cli.plan.modes import MODES
+from widen_cli.plan.splits import WAYS
 
 P = ParamSpec("P")
+
+SEED_LIMIT = 2**63 - 1
 
 # What files, configs and people call the types.
 _TYPES = {alias.lower(): name for name, other in CONFIG_NAMES.items() for alias in (name, other)}
@@ -120,6 +123,23 @@ CONVERSION = (
         "--untie",
         is_flag=True,
         help="Write a head that is tied to the embedding as a tensor of its own, and say so in the config.",
+    ),
+    click.option(
+        "--split",
+        type=click.Choice(WAYS),
+        help="Let copies hold unequal parts of what they held together, so that training moves them apart; even parts differ in "
+        "their last places alone.",
+    ),
+    click.option(
+        "--noise",
+        type=click.FloatRange(min=-200, max=20),
+        metavar="DB",
+        help="The same by noise whose sum over the copies is zero, so many decibels above the copies' own level, such as -30.",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0, max=SEED_LIMIT),
+        help="What parts, noise, and the random inputs of verify --run are drawn by.  [default: 0]",
     ),
 )
 

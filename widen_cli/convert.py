@@ -25,6 +25,7 @@ from widen_cli.output_checks import check_output
 from widen_cli.plan import Plan, PlanRequest, check_names, make_plan, unread_epsilons
 from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.result import EXACT, ConfigChange
+from widen_cli.plan.splits import Asked
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.records import Record, Was
 from widen_cli.resuming import identity_of, to_resume
@@ -145,7 +146,8 @@ def _request(options: Options) -> PlanRequest:
     name = "standard input" if options.input == "-" else options.input
     settings = parse_settings(options.settings)
     asked_of = (options.scaling, types, settings, options.layout, options.rope)
-    return PlanRequest(name, factor, grow, *asked_of, untie=options.untie)
+    split = Asked(options.split, options.noise, options.seed)
+    return PlanRequest(name, factor, grow, *asked_of, untie=options.untie, split=split)
 
 
 def _described(plan: Plan, checkpoint: Checkpoint, options: Options) -> Plan:

@@ -33,6 +33,9 @@ class Options:
     layout: str = "auto"
     rope: str | None = None
     untie: bool = False
+    split: str | None = None
+    noise: float | None = None
+    seed: int = 0
     recorded_map: str | None = None
     recorded_map_alone: bool = False
     force: bool = False

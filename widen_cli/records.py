@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -39,6 +39,9 @@ class Said(BaseModel):
     layout: str = "auto"
     rope: str | None = None
     untie: bool = False
+    split: Literal["even", "uneven"] | None = None
+    noise: float | None = None
+    seed: int = 0
 
 
 class Was(BaseModel):

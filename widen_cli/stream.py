@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +17,8 @@ from widen_cli.dimensions import Copies, Growth, Laid, Run, leaf_scales, nested,
 from widen_cli.dtypes import DType
 from widen_cli.plan.result import TensorPlan
 from widen_cli.scales import Scale
-from widen_cli.transform import Cast, Counts, times_copies, widened_rows
+from widen_cli.splitting import Parting
+from widen_cli.transform import Cast, Counts, scaled_values, times_copies, widened_rows
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,6 +27,7 @@ BLOCK_BYTES = 4 << 20  # of output; small enough for the caches, large enough th
 ROWS_TOGETHER = (
     8  # so many rows, that are copied as one, are better seen as one: gate and up of a unit, where they alternate
 )
+SPLIT_BYTES = BLOCK_BYTES >> 3  # of what is split, which takes several numbers of 64 bits for each that is written
 ROW_BYTES = 1 << 20  # rows above this size are taken apart along their next dimension
 
 
@@ -116,8 +119,10 @@ def layout(plan: TensorPlan) -> Layout:
     if len(dimensions) < 2:
         return Layout(Copies(1), dimensions, plan.source.dtype, plan.dtype)
     leading = len(dimensions) - 1 if plan.source.dtype.kind == "blocks" else 1
+    # What is split is a dimension of its own.
+    last = len(dimensions) - 1 if plan.split is None else max(1, plan.split.dimension)
     while (
-        leading < len(dimensions) - 1
+        leading < min(last, len(dimensions) - 1)
         and plan.source.dtype.nbytes(tuple(g.old for g in dimensions[leading:])) > ROW_BYTES
     ):
         leading += 1
@@ -128,6 +133,15 @@ def layout(plan: TensorPlan) -> Layout:
     if plan.source.dtype.kind == "blocks" and 1 < (together := _together(rows)) <= ROWS_TOGETHER:
         rows, trailing = _without_leaf(rows), (nested(Copies(together), trailing[0]),)
     return Layout(rows, trailing, plan.source.dtype, plan.dtype)
+
+
+def parting(plan: TensorPlan, shape: Layout) -> Parting | None:
+    """How a tensor's rows are split, None where its copies are equal."""
+    if plan.split is None:
+        return None
+    leading = len(plan.growth or ()) - len(shape.trailing)
+    axis = 0 if plan.split.dimension < leading else plan.split.dimension - leading + 1
+    return Parting(plan.split, plan.dtype, (shape.rows, *shape.trailing), axis)
 
 
 def _together(rows: Growth) -> int:
@@ -224,11 +238,12 @@ class TensorStream(WorkingThreads):
             _copy(stored, targets)
             return counts
         work = _Work(plan, layout(plan), stored, targets)
+        limit = BLOCK_BYTES if plan.split is None else SPLIT_BYTES
         if self._pool is None or stored.source.sequential or forward_only:
-            for group in blocks(work.layout, BLOCK_BYTES):
+            for group in blocks(work.layout, limit):
                 counts.add(work.group(group))
         else:
-            for task in _tasks(blocks(work.layout, BLOCK_BYTES), work.layout.new_bytes, BLOCK_BYTES):
+            for task in _tasks(blocks(work.layout, limit), work.layout.new_bytes, limit):
                 self.start(work.task, task, counts.add, here=False)
         return counts
 
@@ -274,7 +289,7 @@ class _Work:
     def task(self, task: list[Block]) -> Counts:
         """Blocks whose rows follow one another, all copies of their old rows among them; or a block alone."""
         first = task[0].run
-        if len(task) == 1 or any(block.run.scale != first.scale for block in task):
+        if len(task) == 1 or self.parting or any(block.run.scale != first.scale for block in task):
             return self.group(task)
         start, stop = min(block.run.start for block in task), max(block.run.stop for block in task)
         counts, origins = Counts(), [block.origins() for block in task]
@@ -294,13 +309,19 @@ class _Work:
         scale = run.scale * self.plan.scale
         if self.layout.target.kind == "blocks":
             return _widened_blocks(data, self.layout, scale, counts)
+        wide = widened_rows(self.values(data, run), self.layout.trailing, scale, self.cast, counts)
+        return times_copies(wide, self.plan.copy_factors, counts) if self.plan.copy_factors else wide
+
+    def values(self, data: bytes | memoryview, run: Run) -> npt.NDArray[Any]:
+        """A block's rows as numbers, [n, *old sizes]."""
         if self.layout.source.kind == "blocks":
             stored = np.frombuffer(data, np.uint8).reshape(run.stop - run.start, self.layout.old_bytes)
-            rows = dequantized(stored, block_type(self.layout.source.name))
-        else:
-            rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
-        wide = widened_rows(rows, self.layout.trailing, scale, self.cast, counts)
-        return times_copies(wide, self.plan.copy_factors, counts) if self.plan.copy_factors else wide
+            return dequantized(stored, block_type(self.layout.source.name))
+        return np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
+
+    @cached_property
+    def parting(self) -> Parting | None:
+        return parting(self.plan, self.layout)
 
     @property
     def cast(self) -> Cast:
@@ -312,6 +333,11 @@ class _Work:
     def widen(self, block: Block, data: bytes | memoryview) -> Counts:
         """Widens a block's rows and writes them to every target."""
         counts, run = Counts(), block.run
+        if self.parting is not None:
+            scale = run.scale * self.plan.scale
+            rows = scaled_values(self.values(data, run), self.layout.trailing, scale, self.cast, counts)
+            self.write(block.row, self.parting.wide(rows, run.start, block.row + np.arange(block.rows)))
+            return Counts() if run.again else counts
         wide = self.widened(data, run, counts)
         if run.zero:
             wide = np.full_like(wide, self.cast.silent)

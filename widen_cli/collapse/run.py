@@ -26,6 +26,7 @@ from widen_cli.plan.growth import parse_grow
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
+from widen_cli.plan.splits import Asked
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
@@ -255,6 +256,7 @@ def _request(options: Options) -> PlanRequest:
         settings=parse_settings(options.settings),
         layout=options.layout,
         rope=options.rope,
+        split=Asked(options.split, options.noise, options.seed),
     )
 
 

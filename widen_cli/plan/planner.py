@@ -14,7 +14,7 @@ from widen_cli.plan.changes import ConfigChanges
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
-from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
+from widen_cli.plan.growth import AxisGrowth, axis_growth, growing_axes, position_axes, position_calls
 from widen_cli.plan.layouts import Arrangement, arrange
 from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
@@ -24,6 +24,7 @@ from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, config_condition
+from widen_cli.plan.splits import Asked, UnfitSplitError, split_note, with_split
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.plan.untie import untied
 from widen_cli.plan.written import WrittenTypes
@@ -47,6 +48,7 @@ class PlanRequest:
     rope: str | None = None
     root: str = ""
     untie: bool = False
+    split: Asked = field(default_factory=Asked)
 
 
 def make_plan(
@@ -173,6 +175,7 @@ class _Planner:
                 *arranged.notes,
                 *self.assumptions(),
                 *self.wide_output(scales, arranged.layout),
+                *self.parting(arranged.tensors),
             ),
             warnings=tuple(self.warnings),
             axes=tuple(
@@ -274,6 +277,7 @@ class _Planner:
         planned: list[TensorPlan] = []
         unknown: dict[str, str] = {}
         unfit = Faults()
+        tied = self.spaces.tied_names()
         for tensor in tensors:
             if tensor.name in grids:
                 continue
@@ -282,8 +286,9 @@ class _Planner:
             elif item := matched.get(tensor.name):
                 target = self.request.types.of(self.architecture, item)
                 try:
-                    planned += self.with_grid(builder.tensor_plan(item, self.match, target))
-                except (UnfitTypeError, UnfitGridError) as error:
+                    plan = with_split(builder.tensor_plan(item, self.match, target), item, self.request.split, tied)
+                    planned += self.with_grid(plan)
+                except (UnfitTypeError, UnfitGridError, UnfitSplitError) as error:
                     unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:
                     unknown.update({axis: tensor.name for axis in error.axes if axis not in unknown})
@@ -364,6 +369,15 @@ class _Planner:
         how = "as a whole (x0 x1 x0 x1)" if layout == "tile" else "side by side (x0 x0 x1 x1)"
         times = "" if scales[space].is_one else f", times {scales[space]}"
         return [f"hidden states, where they are the output, stand {copies}x {how}{times}"]
+
+    def parting(self, plans: Sequence[TensorPlan]) -> list[str]:
+        """What a split does to the ties between copies; a warning where it does nothing."""
+        matched = {item.tensor.name: item for item in self.match.matched}
+        axes = growing_axes(self.architecture)
+        note = split_note(self.request.split, plans, matched, self.sizes, self.growth.factors, axes)
+        if self.request.split and note is None:
+            self.warnings.append(f"{self.request.split}: no weight reads an axis that grows, so it has no effect")
+        return [note] if note else []
 
     def warn(self) -> None:
         odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]

@@ -51,7 +51,8 @@ def factor_text(tensor: TensorPlan) -> str:
     if tensor.growth is None:
         return "copied"
     zeros = ", copies 0" if any(silent(growth) for growth in tensor.growth) else ""
-    return "x " + " | ".join(str(scale) for scale in tensor.part_scales) + zeros
+    parts = f", split ({tensor.split.way})" if tensor.split is not None else ""
+    return "x " + " | ".join(str(scale) for scale in tensor.part_scales) + zeros + parts
 
 
 def exactness_text(tensor: TensorPlan) -> str:
@@ -108,6 +109,7 @@ def _tensor_json(tensor: TensorPlan) -> dict[str, Any]:
         "new_shape": list(tensor.written[1]),
         "factors": [{"text": str(scale), "value": float(scale)} for scale in tensor.part_scales],
         "copies_are_zero": any(silent(growth) for growth in tensor.growth or ()),
+        "split": tensor.split and {"way": tensor.split.way, "dimension": tensor.split.dimension},
         "dtype": tensor.stored[0],
         "new_dtype": tensor.written[0],
         "exactness": tensor.exactness,

@@ -1,0 +1,112 @@
+"""Which weights take parts instead of equal copies, and which axes' copies part by that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+from widen_cli.dimensions import Growth, Laid, Split
+from widen_cli.errors import printable
+from widen_cli.plan.match import Matched
+from widen_cli.plan.result import TensorPlan
+from widen_cli.plan.sizes import Sizes
+from widen_cli.plan.spaces import paths
+from widen_cli.scales import Scale
+
+WAYS = ("even", "uneven")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How ties between copies are to be broken: a way of splitting, or noise of so many decibels; nothing by default."""
+
+    way: str | None = None
+    noise: float | None = None
+    seed: int = 0
+
+    def __bool__(self) -> bool:
+        return self.way is not None or self.noise is not None
+
+    def __str__(self) -> str:
+        return f"--split {self.way}" if self.noise is None else f"--noise {self.noise:g}"
+
+    def of(self, name: str, dimension: int) -> Split:
+        """The same for one dimension of a tensor."""
+        if self.noise is None:
+            return Split(self.way or "", dimension, self.seed, name)
+        return Split("noise", dimension, self.seed, name, float(Decimal(10) ** (Decimal(self.noise) / 20)))
+
+
+class UnfitSplitError(Exception):
+    """A weight whose numbers cannot be split; the text says why."""
+
+
+def with_split(plan: TensorPlan, item: Matched, asked: Asked, whole: Collection[str]) -> TensorPlan:
+    """The plan with parts in the place of copies along the dimension that the weight reads, where that grows.
+
+    `whole` are tensors that also write, as tied ones do: theirs have to be copies. Raises UnfitSplitError for blocks.
+    """
+    if not asked or plan.growth is None or plan.source.name in whole:
+        return plan
+    number = _dimension(plan, item)
+    if number is None:
+        return plan
+    if plan.dtype.kind == "blocks":
+        remedy = (
+            "give --dequantize f32"
+            if plan.source.dtype.name != "MXFP4"
+            else "save the model as numbers from transformers"
+        )
+        raise UnfitSplitError(
+            f"tensor '{printable(plan.source.name)}' holds {plan.dtype.name} blocks, whose numbers share a scale, so {asked} "
+            f"cannot split them one by one; {remedy} or leave it out"
+        )
+    growth = tuple(_shared(tree) if at == number else tree for at, tree in enumerate(plan.growth))
+    return replace(plan, growth=growth, split=asked.of(plan.source.name, number))
+
+
+def split_note(asked: Asked, plans: Iterable[TensorPlan], matched: Mapping[str, Matched], sizes: Sizes,
+               factors: Mapping[str, int], axes: Collection[str]) -> str | None:  # fmt: skip
+    """What the split does to the ties between the copies of each axis that grows; None where nothing is split."""
+    read: set[str] = set()
+    for plan in (plan for plan in plans if plan.split is not None):
+        assert plan.split is not None
+        found = matched[plan.source.name].rule.shape.dimensions[plan.split.dimension]
+        names = {name for path in paths(found.term) for name in path if not name.isdigit()}
+        read |= {axis.name for name in names if (axis := sizes.axis_of(name)) is not None}
+    grown = [name for name in axes if factors[name] != 1]
+    parted = [name for name in grown if name in read]
+    others = [name for name in grown if name not in read]
+    if not parted:
+        return None
+    text = f"{asked}: the copies of {' and '.join(parted)} part, since weights that read them hold unequal parts of one sum"
+    return text + (f"; no such weight reads {' and '.join(others)}" if others else "")
+
+
+def _dimension(plan: TensorPlan, item: Matched) -> int | None:
+    """The number of the last dimension that is read and has several copies that are read."""
+    found = [
+        number
+        for number, dimension in enumerate(item.rule.shape.dimensions)
+        if dimension.role == "in" and max(_counts((plan.growth or ())[number]), default=1) > 1
+    ]
+    return found[-1] if found else None
+
+
+def _counts(growth: Growth) -> list[int]:
+    """How many copies hold the values of each leaf."""
+    if isinstance(growth, Laid):
+        return [count for part in growth.parts for count in _counts(part)]
+    own = 1 if growth.first_only else growth.copies
+    return [own * count for count in _counts(growth.inner)] if growth.inner is not None else [own]
+
+
+def _shared(growth: Growth, copies: int = 1) -> Growth:
+    """The same growth with factors for the sum of all copies, where they were those of each."""
+    if isinstance(growth, Laid):
+        return Laid(tuple(_shared(part, copies) for part in growth.parts))
+    copies *= 1 if growth.first_only else growth.copies
+    if growth.inner is not None:
+        return replace(growth, inner=_shared(growth.inner, copies))
+    return replace(growth, scale=growth.scale * Scale.of(copies))
