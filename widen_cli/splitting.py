@@ -88,11 +88,15 @@ class Parting:
         finite = np.isfinite(values)
         units, exponents = _units(np.where(finite, np.abs(values), 0.0), self.dtype)
         level = self.noise(values)
+        if level is not None:
+            with np.errstate(over="ignore"):
+                # No noise is larger than its value; beside a tiny one the row's is endless.
+                level = np.minimum(np.ldexp(level, -exponents), 2.0**100)
         whole = np.zeros((most, *values.shape))
         for count in np.unique(counts):
             own = (slice(None),) * self.axis + (np.flatnonzero(counts == count),)
             every = (slice(None), *own)
-            own_level = np.ldexp(level, -exponents)[own] if level is not None else None
+            own_level = level[own] if level is not None else None
             whole[(slice(0, count), *own)] = _whole(self.split.way, units[own], int(count), drawn[every], own_level)
         numbers = np.copysign(np.ldexp(whole, exponents), values)
         parts = np.ascontiguousarray(numbers.astype(kind)).view(bits.dtype)
