@@ -24,7 +24,7 @@ from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, config_condition
-from widen_cli.plan.splits import Asked, UnfitSplitError, split_note, with_split
+from widen_cli.plan.splits import Asked, Ties, UnfitSplitError, with_split
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError
 from widen_cli.plan.untie import untied
 from widen_cli.plan.written import WrittenTypes
@@ -373,8 +373,9 @@ class _Planner:
     def parting(self, plans: Sequence[TensorPlan]) -> list[str]:
         """What a split does to the ties between copies; a warning where it does nothing."""
         matched = {item.tensor.name: item for item in self.match.matched}
-        axes = growing_axes(self.architecture)
-        note = split_note(self.request.split, plans, matched, self.sizes, self.growth.factors, axes)
+        pairs, axes = self.spaces.reading.contractions, growing_axes(self.architecture)
+        ties = Ties(self.sizes, self.growth.factors, axes, pairs, self.rotary.once)
+        note = ties.note(self.request.split, plans, matched)
         if self.request.split and note is None:
             self.warnings.append(f"{self.request.split}: no weight reads an axis that grows, so it has no effect")
         return [note] if note else []

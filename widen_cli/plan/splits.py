@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
@@ -66,22 +66,56 @@ def with_split(plan: TensorPlan, item: Matched, asked: Asked, whole: Collection[
     return replace(plan, growth=growth, split=asked.of(plan.source.name, number))
 
 
-def split_note(asked: Asked, plans: Iterable[TensorPlan], matched: Mapping[str, Matched], sizes: Sizes,
-               factors: Mapping[str, int], axes: Collection[str]) -> str | None:  # fmt: skip
-    """What the split does to the ties between the copies of each axis that grows; None where nothing is split."""
-    read: set[str] = set()
-    for plan in (plan for plan in plans if plan.split is not None):
-        assert plan.split is not None
-        found = matched[plan.source.name].rule.shape.dimensions[plan.split.dimension]
-        names = {name for path in paths(found.term) for name in path if not name.isdigit()}
-        read |= {axis.name for name in names if (axis := sizes.axis_of(name)) is not None}
-    grown = [name for name in axes if factors[name] != 1]
-    parted = [name for name in grown if name in read]
-    others = [name for name in grown if name not in read]
-    if not parted:
-        return None
-    text = f"{asked}: the copies of {' and '.join(parted)} part, since weights that read them hold unequal parts of one sum"
-    return text + (f"; no such weight reads {' and '.join(others)}" if others else "")
+@dataclass(frozen=True)
+class Ties:
+    """What is known of the copies of axes: by how much those that can be named grow, and the pairs whose product is summed over
+    all copies, as query and key are. `once` are axes along which that counts old positions once."""
+
+    sizes: Sizes
+    factors: Mapping[str, int]
+    axes: Collection[str]
+    contractions: Collection[tuple[str, str]] = ()
+    once: Collection[str] = ()
+
+    def note(self, asked: Asked, plans: Iterable[TensorPlan], matched: Mapping[str, Matched]) -> str | None:
+        """What a split does to the ties between the copies of each axis that grows; None where nothing is split."""
+        split = [plan for plan in plans if plan.split is not None]
+        read: set[str] = set()
+        for plan in split:
+            assert plan.split is not None
+            names = _names(matched[plan.source.name], plan.split.dimension)
+            read |= {axis.name for name in names if (axis := self.sizes.axis_of(name)) is not None}
+        grown = [name for name in self.axes if self.factors[name] != 1]
+        parted, others = [name for name in grown if name in read], [name for name in grown if name not in read]
+        if not split:
+            return None
+        if asked.way == "even":
+            return (
+                f"{asked}: weights that read {' and '.join(parted)} hold parts that differ in their last places alone"
+            )
+        text = f"{asked}: the copies of {' and '.join(parted)} part, since weights that read them hold unequal parts of one sum"
+        text += f"; no such weight reads {' and '.join(others)}" if others else ""
+        for pair, name in self.kept(split, matched):
+            text += f"; the copies of {' and '.join(pair)} along {name} stay equal, since no weight that writes them is split"
+        return text
+
+    def kept(
+        self, split: Collection[TensorPlan], matched: Mapping[str, Matched]
+    ) -> Iterator[tuple[tuple[str, str], str]]:
+        """The pairs whose copies training cannot part, each with its axis: those of equal rows that read equal values."""
+        written: set[str] = set()
+        for item in (matched[plan.source.name] for plan in split):
+            for number, dimension in enumerate(item.rule.shape.dimensions):
+                written |= _names(item, number) if dimension.role == "out" else set()
+        for pair in self.contractions:
+            axis = self.sizes.axis_of(pair[0])
+            grows = axis is not None and self.factors[axis.name] != 1 and axis.name not in self.once
+            if axis is not None and grows and not written & {*pair}:
+                yield pair, axis.name
+
+
+def _names(item: Matched, dimension: int) -> set[str]:
+    return {name for path in paths(item.rule.shape.dimensions[dimension].term) for name in path if not name.isdigit()}
 
 
 def _dimension(plan: TensorPlan, item: Matched) -> int | None:
