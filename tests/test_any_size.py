@@ -214,7 +214,7 @@ def test_new_units(narrow: Narrow, tmp_path: Path) -> None:
     found = {}
     for fill, seed in (("copy", 0), ("zero", 0), ("random", 0), ("random", 7)):
         out = tmp_path / f"{fill}{seed}"
-        widen(narrow.path("llama"), out, "intermediate=71/50", scaling="copy", fill=fill, fill_seed=seed)
+        widen(narrow.path("llama"), out, "intermediate=71/50", scaling="copy", fill=fill, seed=seed)
         stored = load_file(out / "model.safetensors")
         found[fill, seed] = stored[name.format("up")], stored[name.format("down")]
     old_up, old_down = (load_file(narrow.path("llama") / "model.safetensors")[name.format(n)] for n in ("up", "down"))

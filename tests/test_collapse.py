@@ -39,7 +39,6 @@ from widen_cli.cli import cli
 from widen_cli.collapse import Folded, collapse
 from widen_cli.collapse.average import folded as folded_values
 from widen_cli.collapse.average import mean_of_copies
-from widen_cli.collapse.places import places
 from widen_cli.convert import prepare
 from widen_cli.demo import make_checkpoint
 from widen_cli.dimensions import Copies, Growth, Laid, inverted
@@ -47,6 +46,7 @@ from widen_cli.dtypes import STORED
 from widen_cli.errors import WidenError
 from widen_cli.jobs import Report
 from widen_cli.options import Options
+from widen_cli.places import places
 from widen_cli.scales import Scale
 from widen_cli.transform import Cast, Counts, widened_rows
 from widen_cli.writing import run

@@ -358,13 +358,13 @@ def widen_ckpt(*arguments: object, stdin: bytes | None = None) -> Result:
 
 def test_the_record_derives_every_byte_again(dense: Dense, tmp_path: Path) -> None:
     wide = tmp_path / "wide"
-    asked = ("--experts", 4, "--slices", 2, "--router-seed", 7, "--grow", "hidden=2", "--dtype", "BF16", "--verify")
+    asked = ("--experts", 4, "--slices", 2, "--seed", 7, "--grow", "hidden=2", "--dtype", "BF16", "--verify")
     made = widen_ckpt(dense.folder("llama"), wide, *asked)
     assert made.exit_code == 0, made.stderr
     assert "mixtral, 4 experts made of a dense llama, hidden x2, " in made.stderr
     found = widen_ckpt("verify", dense.folder("llama"), wide)
     assert found.exit_code == 0, found.stderr
-    other = widen_ckpt("verify", dense.folder("llama"), wide, "--router-seed", 8)
+    other = widen_ckpt("verify", dense.folder("llama"), wide, "--seed", 8)
     name = "model.layers.0.block_sparse_moe.gate.weight"
     assert other.exit_code == 3
     assert f"{wide}: {name}: " in other.stderr
@@ -424,12 +424,12 @@ def test_a_run_with_another_router_is_not_gone_on_with(dense: Dense, tmp_path: P
         return job.identity.made
 
     assert identity(experts=4) == identity(experts=4)
-    assert len({identity(experts=4), identity(experts=4, router_seed=1), identity(experts=4, router="zero")}) == 3
+    assert len({identity(experts=4), identity(experts=4, seed=1), identity(experts=4, router="zero")}) == 3
 
 
 def test_a_seed_is_a_router_for_ever(dense: Dense, tmp_path: Path) -> None:
     """The numbers are made of SHAKE-256 bits alone, so they depend on no version of numpy and no machine."""
-    convert(dense.folder("llama"), tmp_path / "wide", experts=4, router_seed=3, dtype="F32")
+    convert(dense.folder("llama"), tmp_path / "wide", experts=4, seed=3, dtype="F32")
     router = load_file(tmp_path / "wide/model.safetensors")["model.layers.0.block_sparse_moe.gate.weight"]
     assert router.shape == (4, 36)
     assert hashlib.sha256(router.tobytes()).hexdigest() == ROUTER

@@ -83,6 +83,11 @@ def plan_with_base(
     """
     if adapter.faults:
         raise WidenError(*adapter.faults)
+    if request.split:
+        raise WidenError(
+            f"{printable(adapter.name)}: {request.split}: is for models; an adapter fits a base that was split as it is, since copies of "
+            "activations stay equal; leave it out, and name the --scaling that the base was widened with"
+        )
     values, told = _adapter_config(adapter)
     base = open_checkpoint(given, config, request.settings, prefix)
     try:

@@ -17,6 +17,7 @@ from widen_cli.plan.growth import FACTOR_LIMIT
 from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.layouts import LAYOUTS
 from widen_cli.plan.modes import MODES
+from widen_cli.plan.splits import WAYS
 from widen_cli.proposals import parse_params
 from widen_cli.rebuild.layers_wished import parse_depth
 from widen_cli.rebuild.options import EXPERT_OPTIONS
@@ -24,6 +25,8 @@ from widen_cli.recipes import recipe_option
 from widen_cli.records import NUMBERS
 
 P = ParamSpec("P")
+
+SEED_LIMIT = 2**63 - 1
 
 # What files, configs and people call the types.
 _TYPES = {alias.lower(): name for name, other in CONFIG_NAMES.items() for alias in (name, other)}
@@ -176,7 +179,21 @@ CONVERSION = (
         "themselves copies (zero) or drawn from their matrix (random).",
     ),
     click.option(
-        "--fill-seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what --fill random draws."
+        "--split",
+        type=click.Choice(WAYS),
+        help="Let copies hold unequal parts of what they held together, so that training moves them apart; even parts differ in "
+        "their last places alone.",
+    ),
+    click.option(
+        "--noise",
+        type=click.FloatRange(min=-200, max=20),
+        metavar="DB",
+        help="The same by noise whose sum over the copies is zero, so many decibels above the copies' own level, such as -30.",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0, max=SEED_LIMIT),
+        help="What parts, noise, --fill random, routers, and the inputs of verify --run are drawn by.  [default: 0]",
     ),
 )
 

@@ -26,6 +26,7 @@ from widen_cli.output_checks import check_output
 from widen_cli.plan import Plan, PlanRequest, check_names, make_plan, unread_epsilons
 from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.result import EXACT, ConfigChange
+from widen_cli.plan.splits import Asked
 from widen_cli.plan.written import WrittenTypes
 from widen_cli.rebuild import deepened, refuse_depth, refuse_experts, upcycled, with_layers
 from widen_cli.records import Record, Was
@@ -194,7 +195,8 @@ def _request(options: Options) -> PlanRequest:
         untie=options.untie,
         layers=layers,
         fill=options.fill,
-        seed=options.fill_seed,
+        seed=options.seed,
+        split=Asked(options.split, options.noise, options.seed),
     )
 
 

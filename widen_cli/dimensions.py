@@ -87,6 +87,22 @@ class Run:
     fill: Fill = Fill.ZERO
 
 
+@dataclass(frozen=True)
+class Split:
+    """What the copies along dimension number `dimension`, which a weight reads, hold instead of equal shares: parts whose sum is
+    the value times its factor.
+
+    `way` is `even`, `uneven` or `noise`, the last with `level`, the noise over the root mean square of a row. What is drawn is
+    told by `seed` and the tensor's `name`.
+    """
+
+    way: str
+    dimension: int
+    seed: int
+    name: str
+    level: float = 0.0
+
+
 def leaf_scales(growth: Growth) -> Iterator[Scale]:
     """The scale of each leaf, in stored order."""
     if isinstance(growth, Laid):

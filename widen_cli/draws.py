@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,15 @@ class Draws:
 
         `at` tells draws for several places of one row apart. The sign is the first bit, as in every float.
         """
-        rows = (np.arange(len(bits)) + self.row).astype(np.uint64)
-        words = _mixed(_mixed(rows + np.uint64(self.key))[:, None] + (np.arange(count) + at).astype(np.uint64))
+        words = self.words(np.arange(len(bits)) + self.row, count, at)
         drawn = np.take_along_axis(bits, (words >> np.uint64(1)).astype(np.int64) % bits.shape[1], axis=1)
         signs = (words & np.uint64(1)).astype(bits.dtype) << bits.dtype.type(8 * bits.dtype.itemsize - 1)
         return np.asarray(drawn ^ signs)
+
+    def words(self, rows: Numbers, count: int, at: int = 0) -> Words:
+        """`count` words of 64 random bits for each of the rows of these numbers, [rows, count]."""
+        row = _mixed(rows.astype(np.uint64) + np.uint64(self.key))
+        return _mixed(row[:, None] + (np.arange(count) + at).astype(np.uint64))
 
 
 def _mixed(words: Words) -> Words:

@@ -41,10 +41,11 @@ class Options:
     top_k: int | None = None
     slices: int = 1
     router: str = "random"
-    router_seed: int = 0
     upcycle: str | None = None
     fill: str = "copy"
-    fill_seed: int = 0
+    split: str | None = None
+    noise: float | None = None
+    seed: int = 0
     recorded_map: str | None = None
     recorded_map_alone: bool = False
     recorded_target: str | None = None

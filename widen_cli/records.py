@@ -28,6 +28,7 @@ from widen_cli.plan.growth import FACTOR_LIMIT
 from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.layouts import LAYOUTS
 from widen_cli.plan.modes import MODES
+from widen_cli.plan.splits import WAYS
 from widen_cli.rebuild.layers_wished import parse_depth
 
 NUMBERS = ("F32", "F16")  # what quantised blocks are written as, where they are not kept
@@ -86,10 +87,11 @@ class Said(BaseModel):
     top_k: int | None = None
     slices: int = Field(default=1, ge=1)
     router: Annotated[str, _one_of("random", "zero")] = "random"
-    router_seed: int = 0
     upcycle: str | None = None
     fill: Annotated[str, _one_of(*FILLS)] = "copy"
-    fill_seed: int = 0
+    split: Annotated[str, _one_of(*WAYS)] | None = None
+    noise: float | None = Field(default=None, ge=-200, le=20)
+    seed: int = Field(default=0, ge=0)
 
 
 class Was(BaseModel):

@@ -67,18 +67,8 @@ def _asked(options: Options) -> str:
 def _written(tensor: TensorPlan) -> str:
     """Everything that decides a tensor's bytes, but for the stored ones."""
     source = (tensor.source.name, tensor.source.dtype, tensor.source.shape, getattr(tensor.source, "offset", None))
-    return repr(
-        (
-            source,
-            tensor.names,
-            tensor.dtype,
-            tensor.growth,
-            tensor.scale,
-            tensor.offset,
-            tensor.copy_factors,
-            tensor.seed,
-        )
-    )
+    factors = (tensor.growth, tensor.scale, tensor.offset, tensor.copy_factors, tensor.seed, tensor.split)
+    return repr((source, tensor.names, tensor.dtype, *factors))
 
 
 def to_resume(options: Options, identity: Identity | None, directory: bool) -> tuple[Leftover | None, tuple[str, ...]]:

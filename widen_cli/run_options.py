@@ -10,14 +10,12 @@ from typing import Any
 import click
 
 from widen_cli.errors import printable
+from widen_cli.plan.filling import RANDOM
 from widen_cli.running import Asked, RunResult
 
 RUN = (
     click.option("--run", is_flag=True, help="Run both models as well, in transformers or llama.cpp, and compare."),
     click.option("--text", metavar="FILE|TEXT", help="With --run: a text to run on, instead of seeded tokens."),
-    click.option(
-        "--seed", type=click.IntRange(min=0), help="With --run: what random inputs are drawn by.  [default: 0]"
-    ),
     click.option(
         "--run-dtype",
         type=click.Choice(["float64", "float32", "bfloat16"]),
@@ -38,14 +36,20 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def collected(*args: Any, **given: Any) -> None:
-        names = ("run", "text", "seed", "run_dtype", "tolerance", "wide_base")
+        names = ("run", "text", "run_dtype", "tolerance", "wide_base")
         run, *others = (given.pop(name) for name in names)
         if not run:
             for name, value in zip(names[1:], others, strict=True):
                 if value is not None:
                     raise click.UsageError(f"--{name.replace('_', '-')} goes with --run")
-        text, seed, dtype, tolerance, wide_base = others
-        asked = Asked(_read(text), seed or 0, dtype, tolerance, wide_base) if run else None
+        text, dtype, tolerance, wide_base = others
+        asked = Asked(_read(text), given["seed"] or 0, dtype, tolerance, wide_base) if run else None
+        drawn = given["fill"] == RANDOM or any(given[name] is not None for name in ("split", "noise", "experts"))
+        if given["seed"] is not None and not drawn:
+            # Of how WIDE was made only what it records counts then.
+            if not run:
+                raise click.UsageError("--seed goes with --run, or with --split, --noise, --fill random or --experts")
+            given["seed"] = None
         command(*args, asked=asked, **given)
 
     for option in reversed(RUN):

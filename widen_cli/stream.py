@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from threading import Lock
 from typing import Any, ClassVar, Protocol
@@ -17,13 +18,15 @@ from widen_cli.draws import Draws
 from widen_cli.dtypes import DType
 from widen_cli.plan.result import TensorPlan
 from widen_cli.scales import Scale
+from widen_cli.splitting import Parting
 from widen_cli.threads import WorkingThreads
-from widen_cli.transform import Cast, Counts, rounded_mean, times_copies, valued, widened_rows
+from widen_cli.transform import Cast, Counts, rounded_mean, scaled_values, times_copies, valued, widened_rows
 
 BLOCK_BYTES = 4 << 20  # of output; small enough for the caches, large enough that a system call costs nothing beside it
 ROWS_TOGETHER = (
     8  # so many rows, that are copied as one, are better seen as one: gate and up of a unit, where they alternate
 )
+SPLIT_BYTES = BLOCK_BYTES >> 3  # of what is split, which takes several numbers of 64 bits for each that is written
 ROW_BYTES = 1 << 20  # rows above this size are taken apart along their next dimension
 
 
@@ -120,8 +123,10 @@ def layout(plan: TensorPlan) -> Layout:
     if len(dimensions) < 2:
         return Layout(Copies(1), dimensions, plan.source.dtype, plan.dtype)
     leading = len(dimensions) - 1 if plan.source.dtype.kind == "blocks" else 1
+    # What is split is a dimension of its own.
+    last = len(dimensions) - 1 if plan.split is None else max(1, plan.split.dimension)
     while (
-        leading < len(dimensions) - 1
+        leading < last
         and not fills(dimensions[0]) - {Fill.ZERO}
         and plan.source.dtype.nbytes(tuple(g.old for g in dimensions[leading:])) > ROW_BYTES
     ):
@@ -133,6 +138,15 @@ def layout(plan: TensorPlan) -> Layout:
     if plan.source.dtype.kind == "blocks" and 1 < (together := _together(rows)) <= ROWS_TOGETHER:
         rows, trailing = _without_leaf(rows), (nested(Copies(together), trailing[0]),)
     return Layout(rows, trailing, plan.source.dtype, plan.dtype)
+
+
+def parting(plan: TensorPlan, shape: Layout) -> Parting | None:
+    """How a tensor's rows are split, None where its copies are equal."""
+    if plan.split is None:
+        return None
+    leading = len(plan.growth or ()) - len(shape.trailing)
+    axis = 0 if plan.split.dimension < leading else plan.split.dimension - leading + 1
+    return Parting(plan.split, plan.dtype, (shape.rows, *shape.trailing), axis)
 
 
 def _together(rows: Growth) -> int:
@@ -191,11 +205,12 @@ class TensorStream(WorkingThreads):
         if stored.source.sequential and Fill.MEAN in fills(plan.growth[0]):
             stored = _Held(bytes(stored.source.read(stored.offset, stored.nbytes)))
         work = _Work(plan, layout(plan), stored, targets)
+        limit = BLOCK_BYTES if plan.split is None else SPLIT_BYTES
         if self._pool is None or stored.source.sequential or forward_only:
-            for group in blocks(work.layout, BLOCK_BYTES):
+            for group in blocks(work.layout, limit):
                 counts.add(work.group(group))
         else:
-            for task in _tasks(blocks(work.layout, BLOCK_BYTES), work.layout.new_bytes, BLOCK_BYTES):
+            for task in _tasks(blocks(work.layout, limit), work.layout.new_bytes, limit):
                 self.start(work.task, task, counts.add, here=False)
         return counts
 
@@ -263,7 +278,7 @@ class _Work:
     def task(self, task: list[Block]) -> Counts:
         """Blocks whose rows follow one another, all copies of their old rows among them; or a block alone."""
         first = task[0].run
-        if len(task) == 1 or any(block.run.scale != first.scale or block.computed for block in task):
+        if len(task) == 1 or self.parting or any(block.run.scale != first.scale or block.computed for block in task):
             return self.group(task)
         start, stop = min(block.run.start for block in task), max(block.run.stop for block in task)
         counts, origins = Counts(), [block.origins() for block in task]
@@ -283,13 +298,21 @@ class _Work:
         scale = run.scale * self.plan.scale
         if self.layout.target.kind == "blocks":
             return _widened_blocks(data, self.layout, scale, counts)
+        wide = widened_rows(
+            self.values(data, run), self.layout.trailing, scale, self.cast, counts, self.draws.from_row(run.start)
+        )
+        return times_copies(wide, self.plan.copy_factors, counts) if self.plan.copy_factors else wide
+
+    def values(self, data: bytes | memoryview, run: Run) -> npt.NDArray[Any]:
+        """A block's rows as numbers, [n, *old sizes]."""
         if self.layout.source.kind == "blocks":
             stored = np.frombuffer(data, np.uint8).reshape(run.stop - run.start, self.layout.old_bytes)
-            rows = dequantized(stored, block_type(self.layout.source.name))
-        else:
-            rows = np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
-        wide = widened_rows(rows, self.layout.trailing, scale, self.cast, counts, self.draws.from_row(run.start))
-        return times_copies(wide, self.plan.copy_factors, counts) if self.plan.copy_factors else wide
+            return dequantized(stored, block_type(self.layout.source.name))
+        return np.frombuffer(data, self.layout.source.numpy).reshape(run.stop - run.start, *self.layout.old_sizes)
+
+    @cached_property
+    def parting(self) -> Parting | None:
+        return parting(self.plan, self.layout)
 
     @property
     def cast(self) -> Cast:
@@ -301,6 +324,11 @@ class _Work:
     def widen(self, block: Block, data: bytes | memoryview) -> Counts:
         """Widens a block's rows and writes them to every target."""
         counts, run = Counts(), block.run
+        if self.parting is not None:
+            scale = run.scale * self.plan.scale
+            rows = scaled_values(self.values(data, run), self.layout.trailing, scale, self.cast, counts)
+            self.write(block.row, self.parting.wide(rows, run.start, block.row + np.arange(block.rows)))
+            return Counts() if run.again else counts
         wide = self.widened(data, run, counts)
         narrow, counts = wide, Counts() if run.again else counts
         if run.each > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from widen_cli.draws import Draws
 from widen_cli.dtypes import DType
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.sources import HeldSource
@@ -152,12 +152,10 @@ class DrawnSource:
 
     def _values(self) -> npt.NDArray[Any]:
         drawn = self._drawing
-        said = f"{drawn.seed}:{self.name}".encode("utf-8", "surrogatepass")
-        bits = np.frombuffer(hashlib.shake_256(said).digest(8 * drawn.rows * drawn.columns), "<u8")
+        bits = Draws.of(drawn.seed, self.name).words(np.arange(drawn.rows), drawn.columns)
         # 53 bits make a number in [-1, 1); the root of 3 makes their deviation 1.
         numbers = ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1) * (math.sqrt(3) * drawn.deviation)
-        rows = numbers.reshape(drawn.rows, drawn.columns).repeat(drawn.times, axis=0)
-        return rows.astype(self._dtype.numpy)
+        return numbers.repeat(drawn.times, axis=0).astype(self._dtype.numpy)
 
     def close(self) -> None:
         pass

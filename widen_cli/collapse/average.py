@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from widen_cli.collapse.places import Places, selector
 from widen_cli.dimensions import Growth
 from widen_cli.dtypes import STORED, DType
+from widen_cli.places import Places, selector
 from widen_cli.scales import Scale
 from widen_cli.transform import Cast, Counts, scaled_values
 
@@ -93,6 +93,25 @@ def mean_of_copies(wide: Array, dimensions: Sequence[Places], offset: int) -> Me
         means = np.where(always, number, number + moved / _counts(dimensions))
         apart = [_apart(copy, means, always, mask, offset) for copy, mask in zip((first, *others), held, strict=True)]
     return Mean(first, means, Distance.sum([*apart, *([empty] if empty else [])]))
+
+
+def sum_of_parts(wide: Array, dimensions: Sequence[Places], axis: int) -> Array:
+    """The sums of the copies along one dimension, in float64: of parts that nothing has moved exact, in every type."""
+    read, total = dimensions[axis], np.zeros(())
+    with np.errstate(invalid="ignore", over="ignore"):
+        for number, selected in enumerate(read.selectors):
+            part = wide[(slice(None),) * axis + (selected,)].astype(np.float64)
+            held = read.has(number).reshape(-1, *(1 for _ in range(wide.ndim - axis - 1)))
+            # Not to begin with zero keeps the sign of a zero.
+            total = part if number == 0 else np.where(held, total + part, total)
+    return total
+
+
+def parts_apart(wide: Array, parts: Array) -> Distance:
+    """How far wide values are from the parts that stand for them in A x."""
+    number, wanted = wide.astype(np.float64), parts.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _measured(np.where(_same_bits(wide, parts), 0.0, number - wanted), number)
 
 
 def folded(

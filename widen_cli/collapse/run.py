@@ -26,6 +26,7 @@ from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
+from widen_cli.plan.splits import Asked
 from widen_cli.plan.wishes import parse_grow
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
@@ -168,6 +169,7 @@ class _Making:
             settings=parse_settings(options.settings),
             layout=options.layout,
             rope=options.rope,
+            split=Asked(options.split, options.noise, options.seed),
         )
 
 

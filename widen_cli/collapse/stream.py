@@ -12,18 +12,27 @@ import numpy as np
 import numpy.typing as npt
 
 from widen_cli.blocks import block_type, dequantized, narrow_row_blocks, scale_blocks
-from widen_cli.collapse.average import Distance, folded, mean_of_copies, mean_of_divisors, zeros_apart
-from widen_cli.collapse.places import Numbers, Places, places
+from widen_cli.collapse.average import (
+    Distance,
+    Mean,
+    folded,
+    mean_of_copies,
+    mean_of_divisors,
+    parts_apart,
+    sum_of_parts,
+    zeros_apart,
+)
 from widen_cli.dimensions import Copies, inverted, leaf_scales
 from widen_cli.dtypes import STORED, DType
 from widen_cli.errors import WidenError, printable
+from widen_cli.places import Numbers, Places, places
 from widen_cli.plan.narrowing import Header
 from widen_cli.plan.result import DEPENDS, EXACT, TensorPlan
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.scales import ONE, Scale
-from widen_cli.stream import BLOCK_BYTES, StoredBytes, Target, layout
+from widen_cli.stream import BLOCK_BYTES, StoredBytes, Target, layout, parting
 from widen_cli.threads import WorkingThreads
-from widen_cli.transform import Counts
+from widen_cli.transform import Counts, rounded_once
 
 Array = npt.NDArray[Any]
 
@@ -110,6 +119,7 @@ class _Work:
         self.blocks = fold.plan.dtype.kind == "blocks" and fold.target.kind == "blocks"
         self.old_sizes = self.layout.old_sizes
         self.new_bytes = self.layout.new_bytes
+        self.parting = parting(fold.plan, self.layout)
 
     def tasks(self) -> Iterator[_Task]:
         """The work in the order of the output."""
@@ -140,7 +150,10 @@ class _Work:
             np.searchsorted(needed, copies), self.rows.counts[task.start : task.stop], np.empty(0, np.int64), ()
         )
         scale = (task.scale * self.fold.plan.scale) ** -1
-        narrow, distance = (self.folded_blocks if self.blocks else self.folded)(wide, rows, scale, counts)
+        if self.parting is not None:
+            narrow, distance = self.folded_parts(wide, rows, scale, counts, needed, task.start)
+        else:
+            narrow, distance = (self.folded_blocks if self.blocks else self.folded)(wide, rows, scale, counts)
         data = np.ascontiguousarray(narrow).data.cast("B") if narrow.size else b""
         self.write(task.start * self.fold.target.nbytes(self.old_sizes), data)
         return counts, distance
@@ -183,6 +196,30 @@ class _Work:
         held = STORED["F32"] if plan.dtype.kind == "blocks" else plan.dtype
         inverse = tuple(inverted(growth) for growth in self.trailing)
         return folded(mean, inverse, scale, held, self.fold.target, plan.offset, counts), mean.distance
+
+    def folded_parts(
+        self, wide: Array, rows: Places, scale: Scale, counts: Counts, needed: Numbers, start: int
+    ) -> tuple[Array, Distance]:
+        """Rows whose copies, along the dimension that is read, are parts: their sums, and how far the wide ones are from the
+        parts of these. `needed` are the numbers of the wide rows, `start` is that of the first narrow one."""
+        plan, values = self.fold.plan, self.values(wide)
+        assert self.parting is not None
+        assert plan.dtype.numpy is not None
+        axis = self.parting.axis + bool(self.parting.axis)
+        dimensions = [rows, *map(places, self.trailing)]
+        sums = sum_of_parts(values, dimensions, axis)
+        dimensions[axis] = places(Copies(sums.shape[axis]))
+        mean = mean_of_copies(sums, dimensions, 0)
+        means = mean.first if mean.means is None else mean.means
+        with np.errstate(over="ignore", invalid="ignore"):
+            bits = rounded_once(means[:, 0], plan.dtype.numpy)
+        parts = self.parting.wide(bits.view(f"u{bits.dtype.itemsize}"), start, needed).view(plan.dtype.numpy)
+        distance = parts_apart(values, np.broadcast_to(parts[:, None], values.shape))
+        if self.fold.remedy is not None and distance.apart:
+            raise self.moved()
+        inverse = tuple(inverted(growth) for growth in self.trailing)
+        folded_sums = Mean(mean.first, means, distance)
+        return folded(folded_sums, inverse, scale, plan.dtype, self.fold.target, plan.offset, counts), distance
 
     def folded_blocks(self, wide: Array, rows: Places, scale: Scale, counts: Counts) -> tuple[Array, Distance]:
         """Rows of quantised blocks, whose copies have to be the same."""

@@ -41,8 +41,11 @@ def threads(work: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
 
 def options_of(given: dict[str, Any], **more: Any) -> Options:
-    """The options of a command line; how many threads is ours to choose where it does not say."""
-    return Options(**{name: value for name, value in given.items() if name != "threads" or value is not None}, **more)
+    """The options of a command line; how many threads and which seed is ours to choose where it does not say."""
+    if given["split"] is not None and given["noise"] is not None:
+        raise click.UsageError("--split and --noise are two ways to one end; give one of them")
+    ours = ("threads", "seed")
+    return Options(**{name: value for name, value in given.items() if name not in ours or value is not None}, **more)
 
 
 def settle_all(options: Options, quiet: int, *more: str | None) -> None:

@@ -136,6 +136,11 @@ class Filling:
             return Fill.MEAN if space in self.meant and self.axis(space) == axis else Fill.ZERO
         return Fill.RANDOM if self.fill == RANDOM and self.drawn(axis) else None
 
+    def without_copies(self, name: str) -> bool:
+        """Whether new positions of a space or an axis hold no copies, so that nothing is summed over them."""
+        axis = self.axis(name)
+        return axis != "" and (axis in self.filled or name in self.once)
+
     def padded(self, axis: str) -> bool:
         """Whether new positions are rows of a vocabulary: a row that is the mean of all makes the mean of all logits, which
         is below the largest one."""

@@ -29,6 +29,7 @@ from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_fraction, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes, told_by_no_tensor
 from widen_cli.plan.spaces import SpaceScales, config_condition
+from widen_cli.plan.splits import Asked, Ties, UnfitSplitError, with_split
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError, unfilled
 from widen_cli.plan.untie import untied
 from widen_cli.plan.wishes import Wish, wished
@@ -58,6 +59,7 @@ class PlanRequest:
     layers: tuple[LayerGrowth, ...] = ()
     fill: str = COPY
     seed: int = 0
+    split: Asked = field(default_factory=Asked)
 
 
 def make_plan(
@@ -209,6 +211,7 @@ class _Planner:
                 *arranged.notes,
                 *self.assumptions(),
                 *self.wide_output(scales, arranged.layout),
+                *self.parting(arranged.tensors),
             ),
             warnings=tuple(self.warnings),
             axes=tuple(
@@ -319,6 +322,7 @@ class _Planner:
         planned: list[TensorPlan] = []
         unknown: dict[str, str] = {}
         unfit = Faults()
+        tied = self.spaces.tied_names()
         for tensor in tensors:
             if tensor.name in grids:
                 continue
@@ -329,8 +333,11 @@ class _Planner:
                 try:
                     made = builder.tensor_plan(item, self.match, target)
                     times = self.request.times.get(tensor.name, ONE)
-                    planned += self.with_grid(replace(made, scale=made.scale * times, seed=self.request.seed))
-                except (UnfitTypeError, UnfitGridError) as error:
+                    made = replace(made, scale=made.scale * times, seed=self.request.seed)
+                    planned += self.with_grid(
+                        with_split(made, item, self.request.split, tied, self.filling.without_copies)
+                    )
+                except (UnfitTypeError, UnfitGridError, UnfitSplitError) as error:
                     unfit.add(f"{self.file}: {error}")
                 except UnknownSizeError as error:
                     unknown.update({axis: tensor.name for axis in error.axes if axis not in unknown})
@@ -393,6 +400,16 @@ class _Planner:
         how = "as a whole (x0 x1 x0 x1)" if layout == "tile" else "side by side (x0 x0 x1 x1)"
         times = "" if scales[space].is_one else f", times {scales[space]}"
         return [f"hidden states, where they are the output, stand {copies}x {how}{times}"]
+
+    def parting(self, plans: Sequence[TensorPlan]) -> list[str]:
+        """What a split does to the ties between copies; a warning where it does nothing."""
+        matched = {item.tensor.name: item for item in self.match.matched}
+        pairs, axes = self.spaces.reading.contractions, growing_axes(self.architecture)
+        ties = Ties(self.sizes, self.growth.factors, axes, pairs, self.rotary.once)
+        note = ties.note(self.request.split, plans, matched)
+        if self.request.split and note is None:
+            self.warnings.append(f"{self.request.split}: no weight reads an axis that grows, so it has no effect")
+        return [note] if note else []
 
     def warn(self) -> None:
         self.warnings += lost_degrees(self.sizes, wide_sizes(self.sizes, self.growth.factors))

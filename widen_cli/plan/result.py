@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from widen_cli.blocks import block_type
-from widen_cli.dimensions import Fill, Growth, fills, leaf_scales, scaled
+from widen_cli.dimensions import Fill, Growth, Split, fills, leaf_scales, scaled
 from widen_cli.dtypes import STORED, DType
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import StoredHeader
@@ -49,7 +49,8 @@ class TensorPlan:
 
     `names` are the tensors written (several where heads are numbered in names), `growth` a tree for each stored dimension,
     None for a tensor that is copied as it is. `offset` is c for a gain that is stored as w and used as c + w.
-    `copy_factors` multiply the copies of each value of a vector, one number for each copy. `seed` is for what is drawn.
+    `copy_factors` multiply the copies of each value of a vector, one number for each copy. `seed` is for what is drawn. With a
+    `split` the factors of the dimension it names are those of the sum of all copies.
     """
 
     source: StoredHeader | Ones
@@ -61,6 +62,7 @@ class TensorPlan:
     offset: int = 0
     copy_factors: tuple[float, ...] = ()
     seed: int = 0
+    split: Split | None = None
 
     @property
     def stored_name(self) -> str:

@@ -309,6 +309,11 @@ class SpaceScales:
         pairs = [(self.match.by_name(tie.tensor), self.match.by_name(tie.to)) for tie in self.ties]
         return tuple((head.tensor.name, table.tensor.name) for head, table in pairs if head and table)
 
+    def tied_names(self) -> frozenset[str]:
+        """The stored tensors that bind two weights: both write and read, or have to hold the same bytes."""
+        found = (self.match.by_name(name) for tie in self.ties for name in (tie.tensor, tie.to))
+        return frozenset(item.tensor.name for item in found if item is not None)
+
     def tie_law(self, tie: Tie) -> Law:
         """One stored weight serves both, so both factors are equal."""
         power = self.weight_power(self.rule(tie.tensor)) * self.weight_power(self.rule(tie.to)) ** -1

@@ -56,7 +56,8 @@ def factor_text(tensor: TensorPlan) -> str:
     # Groups of heads of which some stand once more are many parts, with few factors.
     scales = tensor.part_scales if len(tensor.part_scales) <= PARTS_SHOWN else tensor.scales
     filled = "".join(words for fill, words in _FILLED.items() if fill in tensor.fills)
-    return "x " + " | ".join(str(scale) for scale in scales) + filled
+    parts = f", split ({tensor.split.way})" if tensor.split is not None else ""
+    return "x " + " | ".join(str(scale) for scale in scales) + filled + parts
 
 
 _FILLED = {Fill.ZERO: ", copies 0", Fill.MEAN: ", filled with the mean", Fill.RANDOM: ", filled at random"}
@@ -117,6 +118,7 @@ def _tensor_json(tensor: TensorPlan) -> dict[str, Any]:
         "factors": [{"text": str(scale), "value": float(scale)} for scale in tensor.part_scales],
         "copies_are_zero": Fill.ZERO in tensor.fills,
         "filled": sorted(fill.value for fill in tensor.fills),
+        "split": tensor.split and {"way": tensor.split.way, "dimension": tensor.split.dimension},
         "dtype": tensor.stored[0],
         "new_dtype": tensor.written[0],
         "exactness": tensor.exactness,

@@ -29,10 +29,7 @@ EXPERT_OPTIONS = (
         type=click.Choice(["random", "zero"]),
         default="random",
         show_default=True,
-        help="With --experts: the router's weights, drawn by --router-seed, or zeros.",
-    ),
-    click.option(
-        "--router-seed", type=click.IntRange(min=0), default=0, show_default=True, help="What --router random draws by."
+        help="With --experts: the router's weights, drawn by --seed, or zeros.",
     ),
     click.option(
         "--upcycle",

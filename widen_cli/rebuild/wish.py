@@ -45,7 +45,7 @@ def wish(options: Options, target: ArchitectureMap, rules: Upcycle) -> Wish:
     """What was asked for. Raises WidenError with everything in it that would not keep the function, or cannot be built."""
     assert options.experts is not None
     usual = min(USUAL * options.slices, options.experts) if rules.normalised else options.experts
-    asked = Wish(options.experts, options.top_k or usual, options.slices, options.router, options.router_seed)
+    asked = Wish(options.experts, options.top_k or usual, options.slices, options.router, options.seed)
     faults = list(_faults(asked, target.architecture, rules))
     if faults:
         raise WidenError(*faults)
@@ -91,7 +91,6 @@ def refuse_experts(options: Options) -> None:
         "top_k": "--top-k",
         "slices": "--slices",
         "router": "--router",
-        "router_seed": "--router-seed",
         "upcycle": "--upcycle",
     }
     said = [option for name, option in names.items() if getattr(options, name) != getattr(plain, name)]

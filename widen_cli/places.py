@@ -40,6 +40,24 @@ class Places:
         """Whether all positions have as many copies."""
         return bool((self.counts == len(self.copies)).all())
 
+    @cached_property
+    def origins(self) -> Numbers:
+        """The old position of each new one; of one that holds nothing, 0."""
+        return self._told[0]
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """Which of the copies each new position is, from 0 on; of one that holds nothing, 0."""
+        return self._told[1]
+
+    @cached_property
+    def _told(self) -> tuple[Numbers, Numbers]:
+        origins, numbers = (np.zeros(int(self.counts.sum()) + len(self.zeros), np.int64) for _ in range(2))
+        for number, positions in enumerate(self.copies):
+            held = self.has(number)
+            origins[positions[held]], numbers[positions[held]] = np.flatnonzero(held), number
+        return origins, numbers
+
     def has(self, copy: int) -> Flags:
         """Which of the positions have a copy of this number."""
         return np.asarray(self.counts > copy)
