@@ -168,6 +168,7 @@ class _Making:
             settings=parse_settings(options.settings),
             layout=options.layout,
             rope=options.rope,
+            approximate=options.allow_approximate,
         )
 
 
