@@ -18,6 +18,7 @@ from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_checks import PAIRS
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.factors import Factor
+from widen_cli.plan.frequencies import listed_frequencies
 from widen_cli.plan.growth import PLAIN
 from widen_cli.plan.lookup import config_lookup, held
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
@@ -135,6 +136,9 @@ def rotary_changes(
     if rotary.factor == 1 or architecture.rope is None:
         return []
     changes = _bases(architecture, config, rotary.factor) if rotary.method == "theta" else []
+    if rotary.method == "frequencies" and architecture.rope.sections and architecture.rope.lists:
+        found = divisors(config, architecture, int(rotary.factor), 2 * pairs)
+        changes += listed_frequencies(architecture, config, found, _first_base(architecture, config), pairs)
     for key in architecture.rope.lists:
         for place, old in held(architecture, config, key).items():
             if not isinstance(old, list) or not all(map(is_number, old)) or len(old) != pairs:
@@ -187,6 +191,12 @@ def _base(architecture: ArchitectureMap, config: ModelConfig, key: str, place: s
     return float(base)
 
 
+def _first_base(architecture: ArchitectureMap, config: ModelConfig) -> float:
+    assert architecture.rope is not None
+    key = architecture.rope.keys[0]
+    return _base(architecture, config, key, next(iter(held(architecture, config, key)), key))
+
+
 def slower_copies(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary, pairs: int) -> list[str]:
     """How fast copies of pairs turn, against the old ones, where they take the runtime's own frequencies."""
     if not rotary.approximate or architecture.rope is None:
@@ -207,7 +217,5 @@ def divisors(config: ModelConfig, architecture: ArchitectureMap, factor: int, he
     Copy k of pair j stands at r*j + k of r*d/2, where the runtime has base**(-2(r j + k)/(r d)); the old one had
     base**(-2j/d). `head` is d, the old number of rotated values.
     """
-    assert architecture.rope is not None
-    key = architecture.rope.keys[0]
-    base = _base(architecture, config, key, next(iter(held(architecture, config, key)), key))
+    base = _first_base(architecture, config)
     return tuple(base ** (-2 * copy / (factor * head)) for copy in range(factor))
