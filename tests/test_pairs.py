@@ -16,9 +16,9 @@ import models
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
 from gguf_oracle import read
 from llama_cpp import difference, log_probabilities
+from safetensors.torch import load_file
 from test_gguf_rotary import BOUND, PROMPTS, family_of, write
 from test_rotary import (
     CLEAR,
@@ -193,11 +193,12 @@ def test_pairs_in_llama_cpp(tmp_path: Path, name: str) -> None:
     print(f"{name} x2: {still:.1e} at position 0, {far:.1e} behind it")
     assert still <= BOUND
     assert far > 10 * BOUND
-    assert read(path).pairs[f"{family_of(name).architecture}.rope.freq_base"] == read(wide).pairs[f"{family_of(name).architecture}.rope.freq_base"]
+    key = f"{family_of(name).architecture}.rope.freq_base"
+    assert read(path).pairs.get(key) == read(wide).pairs.get(key)
     assert not verify(Options(str(path), str(wide)), lambda nbytes: None).differences
 
 
-@pytest.mark.parametrize(("name", "factor"), [("llama", "7/5"), ("qwen3", "12/5"), ("gemma3", "12/5"), ("phi2", "7/3")])
+@pytest.mark.parametrize(("name", "factor"), [("llama", "7/5"), ("qwen3", "12/5"), ("gemma3", "12/5"), ("phi2", "5/2")])
 def test_fractions_in_llama_cpp(tmp_path: Path, name: str, factor: str) -> None:
     path, wide = write(tmp_path / "narrow.gguf", family_of(name)), tmp_path / "wide.gguf"
     grow = f"hidden={factor},head_dim={factor}" if name == "phi2" else f"head_dim={factor}"
