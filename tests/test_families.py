@@ -55,9 +55,9 @@ def map_of(family: Family) -> ArchitectureMap:
 
 
 def ways(family: Family) -> list[str]:
-    """The ways in which heads grow that the family's map knows."""
+    """The exact ways in which heads grow that the family's map knows."""
     rope = map_of(family).rope
-    return list(rope.methods) if rope else []
+    return [way for way in rope.methods if way != "pairs"] if rope else []
 
 
 def exact_mode(family: Family, variant: str, growth: str, turn: int) -> str:

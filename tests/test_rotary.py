@@ -534,7 +534,7 @@ REFUSED: list[tuple[str, Edit | None, str, str | None, str]] = [
     ("llama-yarn", yarn_beyond, "head_dim=2", None, cannot(RAMP)),
     ("llama-plain", unheard_of, "head_dim=2", None, cannot("no way to do it is known to be exact, since rope_type is 'spiral'")),
     ("llama-yarn", None, "head_dim=2", "spread", not_exact("spread", "these are: theta")),
-    ("llama-plain", None, "head_dim=2", "frequencies", not_exact("frequencies", "these are: spread, theta")),
+    ("llama-yarn", None, "head_dim=2", "frequencies", not_exact("frequencies", "these are: theta")),
     ("gptj", None, "hidden=2,head_dim=2", "theta", not_exact("theta", "these are: spread", "for 'gptj'")),
     ("phi3", two_fifths, "head_dim=3", None, needs("head_dim 18, rotated 6", "phi3", FRACTION)),
     ("gpt_neox", a_quarter, "hidden=2,head_dim=2", None, needs("rotary 4, rotated 6", "gpt_neox", "2 * rotary <= rotated + 1")),

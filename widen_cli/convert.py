@@ -192,6 +192,7 @@ def _request(options: Options) -> PlanRequest:
         factor,
         grow,
         *asked_of,
+        approximate=options.allow_approximate,
         untie=options.untie,
         layers=layers,
         fill=options.fill,

@@ -102,6 +102,7 @@ class Rope:
     """What a larger head size under rotary positions needs.
 
     `keys` hold the bases of the angles, `lists` one number for each pair that divides its frequency, as `tensor` does;
+    `sections` are the objects of the config that take such lists where it has none, in the order in which the model looks;
     `methods` are the ways to grow that keep the function, each with the condition under which it does; `reasons` say under
     which condition none of them does, and why.
     """
@@ -109,6 +110,7 @@ class Rope:
     keys: tuple[str, ...]
     lists: tuple[str, ...]
     tensor: str | None
+    sections: tuple[str, ...]
     methods: dict[str, Formula]
     reasons: tuple[tuple[Formula, str], ...]
 

@@ -71,6 +71,7 @@ class RopeSection(_Section):
     keys: list[str] = []
     lists: list[str] = []
     tensor: str | None = None
+    sections: list[str] = []
     methods: dict[str, str | bool]
     reasons: list[ReasonSection] = []
 

@@ -250,8 +250,12 @@ class _Compiler:
                 self.key_fault(("rope",), f"{method} needs 'keys', the config keys of the angles' base")
         if "frequencies" in methods and section.tensor is None and not section.lists:
             self.key_fault(("rope",), "frequencies needs a 'tensor' or 'lists' of numbers that divide them")
+        if section.sections and not section.lists:
+            self.key_fault(("rope", "sections"), "'sections' need 'lists', which are written there")
         refused = reasons(section.reasons, ("rope", "reasons"), document, self.condition)
-        return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, refused)
+        return Rope(
+            tuple(section.keys), tuple(section.lists), section.tensor, tuple(section.sections), methods, refused
+        )
 
     def norms(self, document: MapDocument) -> dict[str, str]:
         """Which norm runs over each axis; one word is for all of them."""

@@ -170,6 +170,7 @@ class _Making:
             layout=options.layout,
             rope=options.rope,
             split=Asked(options.split, options.noise, options.seed),
+            approximate=options.allow_approximate,
         )
 
 

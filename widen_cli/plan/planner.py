@@ -26,7 +26,15 @@ from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.parallel import lost_degrees
 from widen_cli.plan.partial import Partials, partial_axes, partial_output
 from widen_cli.plan.result import Plan, TensorPlan
-from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_fraction, rotary_method, why_none
+from widen_cli.plan.rotary import (
+    Rotary,
+    divisors,
+    rotary_changes,
+    rotary_fraction,
+    rotary_method,
+    slower_copies,
+    why_none,
+)
 from widen_cli.plan.sizes import Sizes, told_by_no_tensor
 from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.splits import Asked, Ties, UnfitSplitError, with_split
@@ -42,7 +50,7 @@ class PlanRequest:
     """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages.
 
     `root` stands in front of all tensor names that the map knows. `times` are factors of their own on
-    tensors, by name; `layers` is what grows in some layers only.
+    tensors, by name; `layers` is what grows in some layers only. `approximate`: another function may come of it.
     """
 
     file: str
@@ -53,6 +61,7 @@ class PlanRequest:
     settings: dict[str, Any] = field(default_factory=dict)
     layout: str = "auto"
     rope: str | None = None
+    approximate: bool = False
     root: str = ""
     untie: bool = False
     times: dict[str, Scale] = field(default_factory=dict)
@@ -113,7 +122,7 @@ def growing(
     """What the request makes grow. Raises WidenError with every axis that cannot grow so."""
     calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
     positions = position_axes(architecture, calls)
-    method = rotary_method(architecture, config, request.rope)
+    method = rotary_method(architecture, config, request.rope, request.approximate)
     fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
     by_types, by_heads = _by_heads(architecture, match, positions, request)
     equal = equalities(architecture, sizes)
@@ -125,7 +134,8 @@ def growing(
     if not is_whole(factor):
         method = rotary_fraction(architecture, config, request.rope, factor)
     rotary = Rotary(method or "", axes, factor)
-    return Growing(growth, rotary, partial_axes(architecture, sizes, growth.factors), by_types)
+    partials = partial_axes(architecture, sizes, growth.factors, rotary.axes)
+    return Growing(growth, rotary, partials, by_types)
 
 
 def _by_heads(
@@ -209,6 +219,7 @@ class _Planner:
             notes=(
                 *self.growth.notes,
                 *arranged.notes,
+                *self.slower(),
                 *self.assumptions(),
                 *self.wide_output(scales, arranged.layout),
                 *self.parting(arranged.tensors),
@@ -222,6 +233,7 @@ class _Planner:
             equal_pairs=self.spaces.stored_ties(),
             output=self.architecture.output,
             layers=tuple(map(str, self.request.layers)),
+            approximate=self.rotary.approximate,
         )
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
@@ -381,6 +393,10 @@ class _Planner:
     def pairs(self) -> int:
         """How many rotary pairs an old head has; 0 where there is none, or nothing tells."""
         return next((self.sizes.known.get(axis, 0) for axis in self.rotary.axes), 0)
+
+    def slower(self) -> list[str]:
+        """What copies of pairs do under frequencies that are not the old ones."""
+        return slower_copies(self.architecture, self.config, self.rotary, self.pairs())
 
     def assumptions(self) -> list[str]:
         """What was taken on the user's word: no shape can tell it."""

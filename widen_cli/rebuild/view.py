@@ -64,7 +64,7 @@ class View:
             plan,
             config=_joined(self.config, plan.config),
             rebuilt=self.told,
-            approximate=self.approximate,
+            approximate="; ".join(filter(None, (self.approximate, plan.approximate))),
             notes=(*self.notes, *plan.notes),
             warnings=(*self.warnings, *plan.warnings),
         )
