@@ -26,6 +26,7 @@ from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
+from widen_cli.plan.trees import block_reasons
 from widen_cli.plan.wishes import parse_grow
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
@@ -34,6 +35,7 @@ from widen_cli.tied import check_equal
 from widen_cli.transform import Counts
 from widen_cli.writing import run
 
+FAULTS_SHOWN = 8
 DTYPE_KEYS = ("dtype", "torch_dtype")
 BLOCKS_REMEDY = "give --dequantize f32 (or f16), which folds the numbers"
 GRID_REMEDY = "dequantise the model first"
@@ -168,6 +170,8 @@ class _Making:
             settings=parse_settings(options.settings),
             layout=options.layout,
             rope=options.rope,
+            back=True,
+            scalars=None if self.was is None else frozenset((*self.was.made, *self.was.scaled)),
         )
 
 
@@ -304,6 +308,11 @@ def _doubts(making: _Making, plan: Plan, wide: Checkpoint, by_types: bool = Fals
             f"{printable(wide.name)}: nothing records what --factor made of its heads; by the types stored now, taken as "
             f"{plan.grown}; say --grow if it was otherwise"
         )
+    if making.asked.layout == "auto" and plan.layout == "tile":
+        doubts.append(
+            f"{printable(wide.name)}: nothing records how its copies are laid; by the types stored now, taken as axis after axis "
+            "(tile); say --layout interleave if they stand side by side"
+        )
     if making.asked.untie:
         doubts.append(
             f"{printable(wide.name)}: its weights were untied by --untie, and those of the narrow model stay so"
@@ -335,6 +344,10 @@ def _folds(wide: Checkpoint, plan: Plan, options: Options, was: Was | None, faul
         target = tensor.dtype if gridded else _target(tensor, options, was)
         remedy = _remedy(tensor, target, gridded)
         folds[name] = Fold(tensor, tuple(one for one in found if one is not None), target, remedy)
+    # Blocks of another type than those that were widened may have no narrow form at all, so nothing more can be planned.
+    if reasons := block_reasons(fold.plan for fold in folds.values() if fold.target.kind == "blocks"):
+        texts = [f"{printable(wide.name)}: {reason.partition('; ')[0]}; {BLOCKS_REMEDY}" for reason in reasons]
+        raise WidenError(*texts[:FAULTS_SHOWN])
     return folds
 
 
