@@ -730,6 +730,37 @@ def test_settings_and_sidecars(narrow: Path, tmp_path: Path) -> None:
 # Refusals.
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"config": {"tokenizer_class": "Other", "hidden_size": 48}}, "config key 'tokenizer_class'"),
+        ({"added": ["vocab_size"]}, "config key 'vocab_size'"),
+        ({"made": ["lm_head.weight"]}, "tensor 'lm_head.weight'"),
+    ],
+)
+def test_a_record_of_what_no_widening_changes(narrow: Path, tmp_path: Path, said: dict[str, Any], told: str) -> None:
+    """What is written by hand is not written into the narrow config."""
+    wide = tmp_path / "wide"
+    widened(narrow, wide)
+    if "made" in said:
+        edited(wide, lambda values: values.update({"lm_head.weight": values["model.embed_tokens.weight"].clone()}))
+    file = wide / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    record = json.loads(metadata["widen_ckpt"])
+    for key, value in said.items():
+        was = record["was"].get(key, {} if isinstance(value, dict) else [])
+        record["was"][key] = {**was, **value} if isinstance(value, dict) else [*was, *value]
+    save_file(load_file(file), file, {**metadata, "widen_ckpt": json.dumps(record)})
+    with pytest.raises(WidenError) as caught:
+        back(wide, tmp_path / "back")
+    assert caught.value.faults == (
+        f"{wide}: its record speaks of {told}, which widening a model of 'llama' does not change or make; "
+        "say how it was made, such as --factor 2, or give --record with the model as it was written then",
+    )
+    assert not (tmp_path / "back").exists()
+
+
 def test_a_model_that_was_not_widened_so(narrow: Path, tmp_path: Path) -> None:
     result = command("collapse", narrow, tmp_path / "back", "--factor", "7")
     assert result.exit_code == 1
