@@ -807,5 +807,5 @@ def test_a_compiled_model_without_a_config_is_told_its_prefix(prefix: str, tmp_p
     assert refused.value.faults == (
         f"{path}: every tensor name starts with '{prefix}', and without it the names fit the map 'llama': give --strip-prefix {prefix}",
     )
-    sizes = ("num_attention_heads=3", "num_key_value_heads=3")
+    sizes = ("num_attention_heads=6", "num_key_value_heads=3")
     prepare(replace(given, strip_prefix=prefix, settings=sizes)).checkpoint.close()

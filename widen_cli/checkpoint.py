@@ -87,8 +87,7 @@ class Checkpoint:
         """Of a pipe, reads what follows the last tensor that was needed; WidenError where that is cut short or too long, or
         where a file is not what it was when it was opened."""
         for source in self.sources():
-            if isinstance(source, FileSource):
-                source.expect_unchanged()
+            source.expect_unchanged()
             if isinstance(source, PipeSource):
                 if self.gguf is not None:
                     expect_end(source, self.gguf.header)

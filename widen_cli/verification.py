@@ -107,6 +107,8 @@ def verify(options: Options, progress: Callable[[int], None]) -> Verification:
         job = _prepared(options, record)
         opened.callback(job.checkpoint.close)
         values, report = _other_values(job, found, progress)
+        for source in found.sources():
+            source.expect_unchanged()
         differences = [*_other_tensors(job, found), *values, *_other_keys(job, found)]
         scales, output = job.plan.scales, job.plan.output
         return Verification(
