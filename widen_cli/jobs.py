@@ -25,6 +25,7 @@ class Job:
     `config_target` is where the config goes if not into the output folder; `companions` are the folder's other files, to
     be copied or with their new content. `identity` is that of a run that can be resumed later, `leftover` the interrupted
     run that this one goes on from. `aim`: how the growth was found that another model, or a number of parameters, means.
+    `complete`: the output stands already, and nothing is to be written.
     """
 
     options: Options
@@ -39,6 +40,7 @@ class Job:
     identity: Identity | None = None
     leftover: Leftover | None = None
     aim: Aim | None = None
+    complete: bool = False
 
     @property
     def nbytes(self) -> int:

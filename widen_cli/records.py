@@ -98,7 +98,8 @@ class Was(BaseModel):
     """What of the narrow model the wide one does not tell any more, for the way back.
 
     `config` holds the old values of config keys that changed, `added` the keys that are new, `types` the old types of
-    tensors that are written in another, by the pattern of their names or by their name, `made` tensors that are new.
+    tensors that are written in another, by the pattern of their names or by their name, `made` tensors that are new, `scaled`
+    those that were there and took the factors of others.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -107,17 +108,20 @@ class Was(BaseModel):
     added: list[str] = []
     types: dict[str, str] = {}
     made: list[str] = []
+    scaled: list[str] = []
 
     @classmethod
     def of(cls, plan: Plan, old: ModelConfig, new: ModelConfig, settings: Iterable[str] = ()) -> Self:
         """What a plan changes in a model whose config is `old`, and what the `settings` did; `new` is the config with both."""
         keys = dict.fromkeys([*settings, *(change.key for change in plan.config)]) if old.present else {}
         changed = {key: old.get(key) for key in keys if key in old and old.get(key) != new.get(key)}
+        made = [tensor.source.name for tensor in plan.tensors if tensor.made]
         return cls(
             config={key: value for key, value in changed.items() if _storable(value)},
             added=[key for key in keys if key not in old],
             types=_types(plan),
-            made=[tensor.source.name for tensor in plan.tensors if tensor.made],
+            made=made,
+            scaled=[name for name in plan.scalars if name not in made],
         )
 
     def type_of(self, name: str, pattern: str) -> str | None:
@@ -152,7 +156,8 @@ def _types(plan: Plan) -> dict[str, str]:
 class Record(BaseModel):
     """A conversion: the tool's version, what was said, what every axis grew by, and the map's whole text.
 
-    `own_map`: the map was given with --map. `target` is the map of what a model of `map` became.
+    `laid` is the layout that was taken, which the types decide where none was said: they may be others since. `own_map`: the
+    map was given with --map. `target` is the map of what a model of `map` became.
     `before` is the record of the input, where that was widened too; `was` is what
     the way back needs, None in records of versions that knew no way back.
     """
@@ -162,6 +167,7 @@ class Record(BaseModel):
     tool: str
     said: Said
     factors: dict[str, Annotated[int | str, AfterValidator(_growth)]]
+    laid: Annotated[str, _one_of(*LAYOUTS[1:])] | None = None
     map: str | None = None
     own_map: bool = False
     target: str | None = None
@@ -187,6 +193,7 @@ class Record(BaseModel):
             tool=__version__,
             said=Said(**said),
             factors=plan.named_factors,
+            laid=plan.layout,
             map=document_text(architecture.merged) if architecture else None,
             own_map=options.map is not None,
             target=document_text(target.merged) if target else None,
@@ -211,6 +218,7 @@ class Record(BaseModel):
         said |= {"settings": tuple(self.said.settings), "depth": tuple(self.said.depth)}
         if options.says_growth:
             said |= {"factor": None, "grow": None, "depth": ()}
+        said["layout"] = self.laid or self.said.layout
         given = {name: value for name, value in said.items() if getattr(options, name) == getattr(plain, name)}
         if options.map is None and self.map is not None:
             given |= {"recorded_map": self.map, "recorded_map_alone": self.own_map}

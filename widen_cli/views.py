@@ -81,6 +81,9 @@ class ViewSource:
             offset, nbytes = offset + length, nbytes - length
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def expect_unchanged(self) -> None:
+        self._shared.tensor.source.expect_unchanged()
+
     def close(self) -> None:
         self._shared.tensor.source.close()
 
@@ -117,6 +120,9 @@ class FilledSource:
         start = offset % len(self._item)
         times = -(-(start + nbytes) // len(self._item))
         return memoryview(self._item * times)[start : start + nbytes]
+
+    def expect_unchanged(self) -> None:
+        """It is made here."""
 
     def close(self) -> None:
         pass
@@ -156,6 +162,9 @@ class DrawnSource:
         # 53 bits make a number in [-1, 1); the root of 3 makes their deviation 1.
         numbers = ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1) * (math.sqrt(3) * drawn.deviation)
         return numbers.repeat(drawn.times, axis=0).astype(self._dtype.numpy)
+
+    def expect_unchanged(self) -> None:
+        """It is made here."""
 
     def close(self) -> None:
         pass

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
+from widen_cli.complete import told_complete
 from widen_cli.folders import DirectoryOutput, PartsOutput, Staging
 from widen_cli.hf_directory import index_bytes
 from widen_cli.jobs import Job, Progress, Report
@@ -18,19 +19,20 @@ from widen_cli.plan.match import StoredHeader
 from widen_cli.plan.result import Ones, Twin
 from widen_cli.resuming import resumed
 from widen_cli.safetensors_file import StoredTensor
-from widen_cli.shards import Shard
+from widen_cli.shards import INDEX, Shard
 from widen_cli.sources import HeldSource
 from widen_cli.stream import Stream, Target, TensorStream, Writer
 from widen_cli.tied import tied_digests, unequal
 from widen_cli.transform import Counts
 from widen_cli.views import ViewSource
 
-INDEX = "model.safetensors.index.json"
-
 
 def run(job: Job, progress: Progress, stream: Stream | None = None) -> Report:
     """Carries a job out, by `stream` if it is not to be widened. Nothing stands at the target before all of it is written;
     raises WidenError when the system refuses."""
+    if job.complete:
+        job.checkpoint.close()
+        return Report(job, {}, (told_complete(job),))
     stream = stream or TensorStream(job.options.threads)
     writing = _Writing(job, stream, progress)
     try:

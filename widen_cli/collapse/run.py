@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,7 +18,7 @@ from widen_cli.config import ModelConfig, parse_settings
 from widen_cli.convert import chosen_map
 from widen_cli.dtypes import CONFIG_NAMES, STORED, DType
 from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.gguf.checkpoint import FILE_TYPE, described_anew
+from widen_cli.gguf.checkpoint import DESCRIBED, FILE_TYPE, described_anew
 from widen_cli.jobs import Job
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
@@ -27,6 +27,7 @@ from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, Known, config_changes, narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
 from widen_cli.plan.splits import Asked
+from widen_cli.plan.trees import block_reasons
 from widen_cli.plan.wishes import parse_grow
 from widen_cli.records import Record, Was, read_record
 from widen_cli.shards import output_shards
@@ -35,7 +36,10 @@ from widen_cli.tied import check_equal
 from widen_cli.transform import Counts
 from widen_cli.writing import run
 
+FAULTS_SHOWN = 8
 DTYPE_KEYS = ("dtype", "torch_dtype")
+# What a conversion changes that speaks of the model as a whole: of its types, and of its number of parameters.
+WHOLE_KEYS = (*DTYPE_KEYS, *DESCRIBED)
 BLOCKS_REMEDY = "give --dequantize f32 (or f16), which folds the numbers"
 GRID_REMEDY = "dequantise the model first"
 INTEGERS_REMEDY = "correct the file"
@@ -171,6 +175,8 @@ class _Making:
             rope=options.rope,
             split=Asked(options.split, options.noise, options.seed),
             approximate=options.allow_approximate,
+            back=True,
+            scalars=None if self.was is None else frozenset((*self.was.made, *self.was.scaled)),
         )
 
 
@@ -189,6 +195,8 @@ def _planned(options: Options, wide: Checkpoint, making: _Making, faults: Faults
     untied = choice.architecture.untie if asked.untie else ()
     narrow = narrow_model(choice.architecture, wide.tensors, wide.config, request, _known(was, kept, untied))
     plan = make_plan(choice.architecture, narrow.headers, narrow.told, narrow.request)
+    if was is not None:
+        _refuse_foreign(wide, was, plan, {*parse_settings(asked.settings), *choice.architecture.untie, *WHOLE_KEYS})
     folds = _folds(wide, plan, options, was if kept else None, faults)
     if not faults.texts:
         check_equal(wide, plan)
@@ -290,6 +298,25 @@ def _known(was: Was | None, kept: bool, untied: Sequence[str]) -> Known | None:
     return Known({key: value for key, value in was.config.items() if key not in gone}, added, was.made)
 
 
+def _refuse_foreign(wide: Checkpoint, was: Was, plan: Plan, others: Set[str]) -> None:
+    """Raises WidenError for a record that speaks of what no widening changes: it was not written by this tool, and what it says
+    of the config would be written as if it had been. `others` are keys that conversions change beside those of the plan."""
+    known = {change.key for change in plan.config} | others
+    made = {tensor.source.name for tensor in plan.tensors if tensor.made}
+    foreign = [f"config key '{printable(key)}'" for key in (*was.config, *was.added) if key not in known]
+    foreign += [f"tensor '{printable(name)}'" for name in was.made if name not in made]
+    if foreign:
+        raise WidenError(
+            f"{printable(wide.name)}: its record speaks of {_some(foreign)}, which widening a model of '{plan.architecture}' does not "
+            "change or make; say how it was made, such as --factor 2, or give --record with the model as it was written then"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """A few of several names."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def _kept_types(was: Was | None, options: Options) -> bool:
     """Whether all types are those of the narrow model again: blocks that were made numbers stay numbers."""
     asked = options.dtype or options.dequantize
@@ -306,6 +333,11 @@ def _doubts(making: _Making, plan: Plan, wide: Checkpoint, by_types: bool = Fals
         doubts.append(
             f"{printable(wide.name)}: nothing records what --factor made of its heads; by the types stored now, taken as "
             f"{plan.grown}; say --grow if it was otherwise"
+        )
+    if making.asked.layout == "auto" and plan.layout == "tile":
+        doubts.append(
+            f"{printable(wide.name)}: nothing records how its copies are laid; by the types stored now, taken as axis after axis "
+            "(tile); say --layout interleave if they stand side by side"
         )
     if making.asked.untie:
         doubts.append(
@@ -338,6 +370,10 @@ def _folds(wide: Checkpoint, plan: Plan, options: Options, was: Was | None, faul
         target = tensor.dtype if gridded else _target(tensor, options, was)
         remedy = _remedy(tensor, target, gridded)
         folds[name] = Fold(tensor, tuple(one for one in found if one is not None), target, remedy)
+    # Blocks of another type than those that were widened may have no narrow form at all, so nothing more can be planned.
+    if reasons := block_reasons(fold.plan for fold in folds.values() if fold.target.kind == "blocks"):
+        texts = [f"{printable(wide.name)}: {reason.partition('; ')[0]}; {BLOCKS_REMEDY}" for reason in reasons]
+        raise WidenError(*texts[:FAULTS_SHOWN])
     return folds
 
 
@@ -353,7 +389,8 @@ def _target(tensor: TensorPlan, options: Options, was: Was | None) -> DType:
     if options.dtype:
         return STORED[options.dtype]
     old = was.type_of(tensor.source.name, tensor.pattern) if was else None
-    return STORED.get(old or "", kind)
+    found = STORED.get(old or "", kind)
+    return found if found.kind == "float" else kind
 
 
 def _remedy(tensor: TensorPlan, target: DType, gridded: bool) -> str | None:

@@ -135,9 +135,13 @@ def _convert(
         stopped.add_note(f"{_shown_output(report)} is complete, but was not verified")
         raise
     if as_json:
-        done = {**plan_json(job.plan), "bytes": job.nbytes, "values": _counted(report)}
+        done = {**plan_json(job.plan), "bytes": job.nbytes, "values": _counted(report), "was_complete": job.complete}
         click.echo(json.dumps(done | ({"verification": found.as_json()} if found else {}), indent=2))
-    _summary(report, quiet)
+    if job.complete:
+        for note in report.notes if quiet == 0 else ():
+            click.echo(note, err=True)
+    else:
+        _summary(report, quiet)
     if found is not None:
         tell_verdict(found, options, quiet)
     return found is None or not found.differences

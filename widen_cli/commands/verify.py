@@ -83,7 +83,8 @@ def tell_verdict(found: Verification, options: Options, quiet: int, told: bool =
     wide = printable(options.output)
     if not found.differences and quiet == 0:
         click.echo(f"{wide}: verified: {found.compared} are what widening {printable(options.input)} gives", err=True)
-    lines = [f"{wide}: {difference}" for difference in found.differences if not told]
+    told_first = [found.likely] if found.likely else []
+    lines = [f"{wide}: {text}" for text in (*told_first, *found.differences) if not told]
     for line in lines[:FAULT_LINES]:
         click.echo(line, err=True)
     if len(lines) > FAULT_LINES:

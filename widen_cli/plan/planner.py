@@ -19,7 +19,7 @@ from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, growing_axes, position_axes, position_calls
 from widen_cli.plan.layer_growth import LayerGrowth, by_layer, layer_factors
 from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
-from widen_cli.plan.made import with_divisors, with_scalars
+from widen_cli.plan.made import scaled_scalars, with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.packed import NUMBERS, PackedWeight
@@ -51,6 +51,9 @@ class PlanRequest:
 
     `root` stands in front of all tensor names that the map knows. `times` are factors of their own on
     tensors, by name; `layers` is what grows in some layers only. `approximate`: another function may come of it.
+
+    `back`: of a model that was made before, whose types may be others since: they do not rule out the layout that was taken.
+    `scalars` are the tensors that took factors in place of weights then, None where that is not known.
     """
 
     file: str
@@ -69,6 +72,8 @@ class PlanRequest:
     fill: str = COPY
     seed: int = 0
     split: Asked = field(default_factory=Asked)
+    back: bool = False
+    scalars: frozenset[str] | None = None
 
 
 def make_plan(
@@ -232,6 +237,8 @@ class _Planner:
             ),
             equal_pairs=self.spaces.stored_ties(),
             output=self.architecture.output,
+            layout=arranged.layout,
+            scalars=scaled_scalars(self.architecture, arranged.tensors),
             layers=tuple(map(str, self.request.layers)),
             approximate=self.rotary.approximate,
         )
@@ -241,7 +248,11 @@ class _Planner:
         factors = [self.growth.factors, *by_layer(self.growth.factors, self.layered)]
         uneven = side_by_side(self.sizes, self.match, factors, self.filling.partials)
         return arrange(
-            self.request.layout, lambda layout: self.tensor_plans(tensors, mode, scales, layout), uneven, self.file
+            self.request.layout,
+            lambda layout: self.tensor_plans(tensors, mode, scales, layout),
+            uneven,
+            self.file,
+            anyhow=self.request.back,
         )
 
     def choose_mode(self) -> tuple[str, str, dict[str, Any]]:
@@ -359,7 +370,7 @@ class _Planner:
             raise WidenError(*unfit.texts)
         if unknown:
             raise WidenError(f"{self.file}: {told_by_no_tensor(self.sizes, unknown)}")
-        return self.with_made(with_scalars(self.architecture, planned))
+        return self.with_made(with_scalars(self.architecture, planned, self.request.scalars))
 
     def with_grid(self, plan: TensorPlan) -> tuple[TensorPlan, ...]:
         """A weight's plan, and where it is block-scaled FP8 that of its scales.

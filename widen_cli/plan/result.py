@@ -184,7 +184,8 @@ class Plan:
     `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states;
     `tensors` stands in the order of the input; `warnings` are for the user; `rebuilt` says what layers the model has in place
     of those it had, `made_of` what it was before it became one of another kind, `layers` what grows in some layers only.
-    `approximate` says why the result computes another function, and is empty where it does not.
+    `approximate` says why the result computes another function, and is empty where it does not. `layout` is the one taken,
+    `scalars` are tensors that take factors in place of weights.
     """
 
     architecture: str
@@ -205,6 +206,8 @@ class Plan:
     approximate: str = ""
     made_of: str = ""
     layers: tuple[str, ...] = ()
+    layout: str = "interleave"
+    scalars: tuple[str, ...] = ()
 
     @property
     def named_factors(self) -> dict[str, int | str]:
