@@ -13,6 +13,8 @@ from pathlib import Path
 
 import families_encoders
 import families_llama
+import families_multimodal
+import families_newer
 import families_older
 import families_wrappers
 import models
@@ -34,6 +36,8 @@ FAMILIES: tuple[Family, ...] = (
     *families_llama.FAMILIES,
     *families_older.FAMILIES,
     *families_wrappers.FAMILIES,
+    *families_newer.FAMILIES,
+    *families_multimodal.FAMILIES,
 )
 EXACT = 1e-11  # relative to the largest output
 
