@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 _SMALL = ("o_proj", "down_proj", "linear_2", "proj.weight")
 _GROWN = ("hidden=2,intermediate=3,heads=2,kv_heads=1", "hidden=3")
+_SQUARE = ("hidden=2,intermediate=3,heads=2,kv_heads=1", "hidden=3,heads=3,kv_heads=3")
 _MIXED = "hidden=2,intermediate=3,heads=4,kv_heads=2,head_dim=3"
 _TIED = {"tie_word_embeddings": True}
 _IMAGE = VOCAB - 1
@@ -66,7 +67,9 @@ def _seen(count: int, shape: tuple[int, ...], key: str = "pixel_values", **more:
         ids = found["input_ids"].masked_fill(found["input_ids"] == _IMAGE, 5)
         ids[:, 20 : 20 + count] = _IMAGE
         pixels = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        return {**found, "input_ids": ids, key: pixels, **{name: torch.tensor(value) for name, value in more.items()}}
+        told = {name: torch.tensor(value) for name, value in more.items()}
+        kinds = {"mm_token_type_ids": (ids == _IMAGE).int()} if "image_grid_thw" in more else {}
+        return {**found, "input_ids": ids, key: pixels, **told, **kinds}
 
     return inputs
 
@@ -78,6 +81,17 @@ def _variant(model_class: str, config: Mapping[str, Any], inputs: Any) -> Varian
 _FOUR = _seen(4, (BATCH, 3, 12, 12))
 _ONE = _seen(1, (BATCH, 3, 12, 12))
 _PATCHES = _seen(4, (BATCH * 16, 96), image_grid_thw=[[1, 4, 4]] * BATCH)
+_EAR = {
+    "model_type": "qwen2_audio_encoder",
+    "num_mel_bins": 8,
+    "d_model": 24,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 3,
+    "encoder_ffn_dim": 30,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "max_source_positions": 8,
+}
 _LLAVA = {"text_config": _LLAMA, "vision_config": _CLIP, "image_token_index": _IMAGE, "vision_feature_layer": -1}
 
 FAMILIES: tuple[Family, ...] = (
@@ -129,10 +143,74 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "llava_next",
         {
+            "llava_next": _variant(
+                "LlavaNextForConditionalGeneration",
+                {**_LLAVA, "image_grid_pinpoints": [[12, 12]]},
+                _seen(10, (BATCH, 2, 3, 12, 12), image_sizes=[[12, 12]] * BATCH),
+            ),
+            "llava_onevision": _variant(
+                "LlavaOnevisionForConditionalGeneration",
+                {
+                    "text_config": {**_LLAMA, "model_type": "qwen2"},
+                    "vision_config": _SIGLIP,
+                    "image_token_index": _IMAGE,
+                    "image_grid_pinpoints": [[12, 12]],
+                },
+                _seen(10, (BATCH, 2, 3, 12, 12), image_sizes=[[12, 12]] * BATCH),
+            ),
             "vipllava": _variant(
                 "VipLlavaForConditionalGeneration",
                 {**_LLAVA, "vision_feature_layers": [-2, -1], "vision_feature_layer": [-2, -1]},
                 _FOUR,
+            ),
+            "idefics3": _variant(
+                "Idefics3ForConditionalGeneration",
+                {
+                    "text_config": {**_LLAMA, **_TIED},
+                    "vision_config": {**_TOWER, "model_type": "idefics3_vision"},
+                    "image_token_id": _IMAGE,
+                    "scale_factor": 2,
+                    "tie_word_embeddings": True,
+                },
+                _seen(1, (BATCH, 1, 3, 12, 12)),
+            ),
+            "smolvlm": _variant(
+                "SmolVLMForConditionalGeneration",
+                {
+                    "text_config": _LLAMA,
+                    "vision_config": {**_TOWER, "model_type": "smolvlm_vision"},
+                    "image_token_id": _IMAGE,
+                    "scale_factor": 2,
+                },
+                _seen(1, (BATCH, 1, 3, 12, 12)),
+            ),
+            "internvl": _variant(
+                "InternVLForConditionalGeneration",
+                {
+                    "text_config": {**_LLAMA, "model_type": "qwen2"},
+                    "vision_config": {
+                        **_TOWER,
+                        "image_size": [12, 12],
+                        "patch_size": [6, 6],
+                        "model_type": "internvl_vision",
+                    },
+                    "image_token_id": _IMAGE,
+                },
+                _seen(1, (BATCH, 3, 12, 12)),
+            ),
+            "qwen2_audio": _variant(
+                "Qwen2AudioForConditionalGeneration",
+                {"text_config": {**_LLAMA, "model_type": "qwen2"}, "audio_config": _EAR, "audio_token_index": _IMAGE},
+                _seen(4, (BATCH, 8, 16), "input_features", feature_attention_mask=[[1] * 16] * BATCH),
+            ),
+            "voxtral": _variant(
+                "VoxtralForConditionalGeneration",
+                {
+                    "text_config": _LLAMA,
+                    "audio_config": {**_EAR, "model_type": "voxtral_encoder", "encoder_ffn_dim": 48},
+                    "audio_token_id": _IMAGE,
+                },
+                _seen(4, (BATCH, 8, 16), "input_features"),
             ),
         },
         _GROWN,
@@ -153,6 +231,7 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _GROWN,
+        refused=dict.fromkeys(("orthogonal", "sum"), "one rms_norm_eps serves the norms of"),
     ),
     Family(
         "qwen2_vl",
@@ -163,7 +242,8 @@ FAMILIES: tuple[Family, ...] = (
                 _PATCHES,
             )
         },
-        _GROWN,
+        _SQUARE,
+        impossible={"hidden=2,head_dim=2": "rotary"},
     ),
     Family(
         "qwen2_5_vl",
@@ -179,7 +259,8 @@ FAMILIES: tuple[Family, ...] = (
                 _PATCHES,
             ),
         },
-        _GROWN,
+        _SQUARE,
+        impossible={"hidden=2,head_dim=2": "rotary"},
     ),
     Family(
         "qwen3_vl",

@@ -175,7 +175,9 @@ FAMILIES: tuple[Family, ...] = (
         "dinov2",
         {
             "dinov2": Variant("Dinov2ForImageClassification", {**_DINO, **_LABELS}, _pixels),
-            "dinov2_registers": Variant("Dinov2WithRegistersModel", {**_DINO, "num_register_tokens": 3}, _pixels),
+            "dinov2_registers": Variant(
+                "Dinov2WithRegistersForImageClassification", {**_DINO, **_LABELS, "num_register_tokens": 3}, _pixels
+            ),
         },
         ("hidden=2,heads=2", "hidden=2,head_dim=2"),
     ),

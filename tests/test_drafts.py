@@ -172,7 +172,8 @@ def test_names_that_fit_several_families_and_no_name_of_one_are_left_to_decide(t
         plan_of(path, drafted(path))
     assert refused.value.faults == (
         "mine.yaml:12:6: to decide, and then to take out of 'todo': nothing but names and shapes says that this model computes "
-        "what 'llama' does (they fit it, and as well gemma, granite, mistral, smollm3): compare the model's code with "
+        "what 'llama' does (they fit it, and as well ernie4_5, gemma, glm4_moe, granite, helium, mistral, seed_oss, smollm3): "
+        "compare the model's code with "
         "`widen-ckpt maps llama`, its norms, activation, positions and multipliers",
     )
 
@@ -208,7 +209,8 @@ def test_a_llama_with_norms_of_other_names(tmp_path: Path) -> None:
         'by its place and its shape"\n'
         "  - \"tensors: 'model.layers.*.self_attn.query_ln.weight' was taken for 'model.layers.*.self_attn.q_norm.weight', "
         'by its place and its shape"\n'
-        "  - \"nothing but names and shapes says that this model computes what 'qwen3' does (they fit it, and as well qwen3_moe): "
+        "  - \"nothing but names and shapes says that this model computes what 'qwen3' does (they fit it, and as well dots1, "
+        "hunyuan_v1_dense, qwen3_moe): "
         "compare the model's code with `widen-ckpt maps qwen3`, its norms, activation, positions and multipliers\"\n"
     )
     (tmp_path / "mine.yaml").write_text(made.stdout)
@@ -326,7 +328,8 @@ def test_names_that_no_map_knows_are_told_of_the_draft(invented: Path) -> None:
     refused = run("model", "wide", folder=invented.parent)
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr == (
-        "model/config.json: model_type 'acme' has no map; `widen-ckpt maps` lists those there are, and --map takes one of your own\n"
+        "model/config.json: model_type 'acme' has no map (did you mean 'arcee'?); `widen-ckpt maps` lists those there are, "
+        "and --map takes one of your own\n"
         "  no map knows its tensor names; `widen-ckpt maps --draft model > mine.yaml` drafts a map to complete (docs/maps.md)\n"
     )
 

@@ -62,8 +62,8 @@ class Match:
     `carried` are copied unchanged (integers, scalars and empty tensors that no rule names),
     `dropped` left out, `strangers` are weights that no rule names; `grids` are the scales of block-scaled FP8 weights, by
     the weight's name, and those of weights in MXFP4 blocks; `torn` says of such weights, by their own names, what is wrong
-    with their two tensors. `root` stands in front of every name, as where the model is a part of another; `last` says how a
-    layer that a map calls the last one is named.
+    with their two tensors. `kept` counts those of the matched that the map only carries. `root` stands in front of every
+    name, as where the model is a part of another; `last` says how a layer that a map calls the last one is named.
     """
 
     matched: list[Matched] = field(default_factory=list)
@@ -77,6 +77,7 @@ class Match:
     ties: tuple[Tie, ...] = ()
     root: str = ""
     last: dict[str, str] = field(default_factory=dict)
+    kept: int = 0
 
     def written(self, pattern: str) -> str:
         """A map's name pattern as this checkpoint spells it."""
@@ -103,7 +104,7 @@ def match_tensors(
         candidates = [
             _matched_under(architecture, tensors, config, (*best.spelling, (prefix, other)), root) for other in others
         ]
-        best = max([best, *candidates], key=lambda match: len(match.matched))
+        best = max([best, *candidates], key=lambda match: len(match.matched) - match.kept)
     return best
 
 
@@ -175,6 +176,7 @@ def _matched_under(
             place := next((at for begin, at in architecture.carried if name.startswith(root + begin)), None)
         ):
             match.matched.append(Matched(tensor, _kept(tensor, place)))
+            match.kept += 1
         elif _means_nothing(tensor) and not any(mark in name for mark in _KNOWN_KINDS):
             match.carried.append(tensor)
         else:
