@@ -109,7 +109,8 @@ def growing(
     architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
 ) -> Growing:
     """What the request makes grow. Raises WidenError with every axis that cannot grow so."""
-    calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
+    stored = [item.rule for item in match.matched]
+    calls = list(position_calls(architecture, stored, lambda node: config_condition(architecture, config, node)))
     positions = position_axes(architecture, calls)
     method = rotary_method(architecture, config, request.rope)
     fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
