@@ -185,6 +185,38 @@ def test_a_model_that_has_a_map(tmp_path: Path) -> None:
     assert body(made.stdout) == "extends: gpt2\narchitecture: gpt2\nmatch: {model_type: [gpt2]}\n"
 
 
+def test_the_example_of_the_language(tmp_path: Path) -> None:
+    """docs/maps.md, from the draft to the map: its commands, what they print, what is right and how far off the draft is."""
+    page = (Path(__file__).parents[1] / "docs/maps.md").read_text(encoding="utf-8")
+    part = page[page.index("## From a draft to a map") : page.index("## Shapes")]
+    commands, maps = (re.findall(rf"```{kind}\n(.*?)```", part, re.DOTALL) for kind in ("sh", "yaml"))
+    gemma = Variant("GemmaForCausalLM", {**LLAMA, "head_dim": 10, "tie_word_embeddings": True}, small=_SMALL)
+    other = {"self_attn.o_proj": "self_attn.dense"}
+    model = saved(gemma, tmp_path / "model", other, model_type="acme", architectures=["AcmeForCausalLM"])
+    refused = run("model", "wide", folder=tmp_path)
+    assert "the closest map is 'llama'" in refused.stderr
+    assert "o_proj.weight as model.layers.*.self_attn.dense.weight" in refused.stderr
+    made = run(*commands[0].split(" > ")[0].split()[1:], folder=tmp_path)
+    assert body(made.stdout).rstrip() == maps[0].rstrip()
+    assert "`widen-ckpt maps gemma --draft model > mine.yaml`" in part
+    made = run("maps", "gemma", "--draft", "model", folder=tmp_path)
+    assert re.sub(" +# TODO.*", "", body(decided(made.stdout))).rstrip() == maps[1].rstrip()
+    errors = []
+    for text in (decided(maps[0]), maps[1]):
+        (tmp_path / "mine.yaml").write_text(text)
+        done = run(*commands[1].split()[1:], "--force", folder=tmp_path)
+        assert done.exit_code == 0, done.stderr
+        narrow, wide = (
+            restored(
+                Path(shutil.copytree(path, tmp_path / f"{path.name}{len(errors)}")), other, "gemma", "GemmaForCausalLM"
+            )
+            for path in (model, tmp_path / "wide")
+        )
+        errors.append(models.relative_error(narrow, wide))
+    assert errors[0] > 0.5
+    assert errors[1] < 10 * BOUND
+
+
 # A family with something else in it
 
 
