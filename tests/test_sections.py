@@ -165,6 +165,6 @@ def test_a_part_of_another_kind_is_refused_by_its_kind(tmp_path: Path) -> None:
     done = widen(narrow, tmp_path / "wide")
     assert done.exit_code == 1
     assert done.stderr == (
-        f"{narrow}/config.json: text_config.model_type is 'qwen3', and map 'llava_next' knows only text_config.model_type in "
-        '["llama", "mistral", "qwen2"]; give --map with a map of your own\n'
+        f"{narrow}/config.json: text_config.model_type is 'qwen3', which map 'llava_next' does not cover: "
+        'it needs text_config.model_type in ["llama", "mistral", "qwen2"]; give --map with a map of your own\n'
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
 from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
+from widen_cli.plan.offers import NoScalingError, exact_alone, with_offer
 from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.parallel import lost_degrees
 from widen_cli.plan.partial import Partials, partial_axes, partial_output
@@ -41,7 +42,7 @@ class PlanRequest:
     """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages.
 
     `root` stands in front of all tensor names that the map knows. `times` are factors of their own on
-    tensors, by name; `layers` is what grows in some layers only.
+    tensors, by name; `layers` is what grows in some layers only; `alone`: a growth that is only tried, for an offer.
     """
 
     file: str
@@ -58,6 +59,7 @@ class PlanRequest:
     layers: tuple[LayerGrowth, ...] = ()
     fill: str = COPY
     seed: int = 0
+    alone: bool = False
 
 
 def make_plan(
@@ -76,22 +78,21 @@ def make_plan(
     layered = layer_factors(architecture, sizes, grown.growth.factors, request.layers)
     check_requirements(architecture, sizes, grown.growth.factors, printable(request.file), layered)
     planner = _Planner(architecture, match, sizes, grown, config, request, layered)
-    plan = planner.plan(tensors)
+    try:
+        plan = planner.plan(tensors)
+    except NoScalingError as error:
+        if request.alone:
+            raise
+        single = replace(request, factor=None, scaling="auto", alone=True)
+        alone = exact_alone(
+            architecture,
+            request.grow,
+            lambda grow: make_plan(architecture, tensors, config, replace(single, grow=grow)),
+        )
+        raise WidenError(f"{error}{alone}") from None
     if plan.exact or plan.mode == "orthogonal" or not planner.spaces.ties:
         return plan
-    return _with_offer(plan, lambda: make_plan(architecture, tensors, config, replace(request, untie=True)))
-
-
-def _with_offer(plan: Plan, untied_plan: Callable[[], Plan]) -> Plan:
-    """The plan with a note where it rounds values and that of the untied model would not."""
-    try:
-        exact = untied_plan().exact
-    except WidenError:
-        return plan
-    note = (
-        "a tied weight takes a factor that rounds; with --untie, which writes it twice, nothing is rounded for certain"
-    )
-    return replace(plan, notes=(*plan.notes, note)) if exact else plan
+    return with_offer(plan, lambda: make_plan(architecture, tensors, config, replace(request, untie=True)))
 
 
 @dataclass(frozen=True)
@@ -288,9 +289,9 @@ class _Planner:
         if not rounded and refusals:
             raise WidenError(*dict.fromkeys(refusals))
         if not rounded:
-            raise WidenError(
-                f"{self.file}: no scaling keeps the function of this checkpoint, because {_listed(reasons)}{self.untying('copy')}"
-            )
+            untying = self.untying("copy")
+            told = f"{self.file}: no scaling keeps the function of this checkpoint, because {_listed(reasons)}{untying}"
+            raise WidenError(told) if untying else NoScalingError(told)
         best = min(rounded, key=lambda name: rounded[name])
         counts = ", ".join(f"{name} {number}" for name, number in rounded.items())
         return (
