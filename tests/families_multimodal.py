@@ -214,6 +214,7 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _GROWN,
+        heads={"llava_next": ("head_dim=2",)},
     ),
     Family(
         "mistral3",
@@ -231,6 +232,7 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _GROWN,
+        heads={"mistral3": ("head_dim=2",)},
         refused=dict.fromkeys(("orthogonal", "sum"), "one rms_norm_eps serves the norms of"),
     ),
     Family(
