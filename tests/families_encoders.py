@@ -661,6 +661,12 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "siglip",
         {
+            "siglip": Variant(
+                "SiglipModel",
+                {"text_config": {**_CLIP_TEXT, "projection_size": 48}, "vision_config": _CLIP_VISION},
+                _pairs,
+                _BART_SMALL,
+            ),
             "siglip_classification": Variant(
                 "SiglipForImageClassification",
                 {"text_config": {**_CLIP_TEXT, "projection_size": 48}, "vision_config": _CLIP_VISION},

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import families_encoders
 import families_llama
+import families_multimodal
+import families_newer
 import families_older
 import families_wrappers
 import models
@@ -34,6 +36,8 @@ FAMILIES: tuple[Family, ...] = (
     *families_llama.FAMILIES,
     *families_older.FAMILIES,
     *families_wrappers.FAMILIES,
+    *families_newer.FAMILIES,
+    *families_multimodal.FAMILIES,
 )
 EXACT = 1e-11  # relative to the largest output
 
@@ -130,7 +134,11 @@ def error(narrow: Narrow, family: Family, variant: str, dtype: torch.dtype, repo
     scale = float(plan.scales[plan.output]) if plan.output in plan.scales else 1.0
     wide = models.outputs(folder, torch.float64, inputs=family.variants[variant].inputs)
     scales = {name: scale for name in wide if name.endswith("last_hidden_state")}
-    return models.relative_error(narrow.outputs(family.name, variant, dtype), wide, scales)
+    before = narrow.outputs(family.name, variant, dtype)
+    # What is normalised to length 1 has copies of the length that is left for each.
+    embedded = [name for name in wide if name.endswith("_embeds")]
+    scales |= {name: (before[name].shape[-1] / wide[name].shape[-1]) ** 0.5 for name in embedded}
+    return models.relative_error(before, wide, scales)
 
 
 @pytest.mark.parametrize(("family", "variant", "mode", "growth"), CASES)
@@ -254,6 +262,23 @@ def test_what_nothing_makes_is_not_read(tmp_path: Path) -> None:
     assert caught.value.faults == (
         f"{source}: tensor 'transformer.encoder.block.*.layer.1.DenseReluDense.wo.weight' reads product, which no tensor of the "
         "file makes; what the config says of the model is not so, or the map is that of another",
+    )
+
+
+def test_what_computes_its_positions_grows_elsewhere(tmp_path: Path) -> None:
+    """transformers saves a MarianMTModel without its tables of sinusoids, and makes others for another width."""
+    family = next(family for family in FAMILIES if family.name == "marian")
+    described = replace(family.variants["marian_base"], model_class="MarianMTModel")
+    source, target = tmp_path / "narrow", tmp_path / "wide"
+    models.build(described, torch.float64).save_pretrained(source)
+    convert(source, target, "encoder_intermediate=3,decoder_intermediate=2")
+    before, after = (models.outputs(one, torch.float64, inputs=described.inputs) for one in (source, target))
+    assert models.relative_error(before, after) <= EXACT
+    with pytest.raises(WidenError) as caught:
+        convert(source, tmp_path / "wider", "hidden=2")
+    assert caught.value.faults == (
+        "--grow hidden=2: 'hidden' cannot grow exactly: its positions are sinusoids computed at run time, which do not follow a "
+        "repeat; grow encoder_intermediate and decoder_intermediate instead",
     )
 
 

@@ -64,19 +64,19 @@ def test_each_part_has_to_be_whole(tmp_path: Path, name: str, lacking: str) -> N
         (
             "encoder",
             {"model_type": "distilbert"},
-            "encoder.model_type is 'distilbert', and map 'encoder-decoder' knows only encoder.model_type in "
+            "encoder.model_type is 'distilbert', which map 'encoder-decoder' does not cover: it needs encoder.model_type in "
             '["bert", "roberta", "xlm-roberta", "camembert"]',
         ),
         (
             "decoder",
             {"model_type": "bart"},
-            "decoder.model_type is 'bart', and map 'encoder-decoder' knows only decoder.model_type in "
+            "decoder.model_type is 'bart', which map 'encoder-decoder' does not cover: it needs decoder.model_type in "
             '["bert", "roberta", "xlm-roberta", "camembert", "gpt2"]',
         ),
         (
             None,
             {"tie_encoder_decoder": True},
-            "tie_encoder_decoder is True, and map 'encoder-decoder' knows only not tie_encoder_decoder",
+            "tie_encoder_decoder is True, which map 'encoder-decoder' does not cover: it needs not tie_encoder_decoder",
         ),
     ],
 )

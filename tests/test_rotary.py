@@ -599,7 +599,8 @@ def test_yarn_that_is_cut_off_is_rightly_refused(
     assert f"'head_dim' cannot grow exactly: {RAMP}" in text
     family = {"llama-plain": "llama", "one-pair": "llama"}.get(name, name)
     unguarded = re.sub(r"    theta: (>-\n.*\n.*\n|.*\n)", "    theta: true\n", map_text(family))
-    (tmp_path / "mine.yaml").write_text(unguarded)
+    inherited = "" if "    theta: true\n" in unguarded else "\nrope: {methods: {theta: true}}\n"
+    (tmp_path / "mine.yaml").write_text(unguarded + inherited)
     job = widen(source, tmp_path / "wide", grow, map=str(tmp_path / "mine.yaml"), rope="theta")
     before, after = (models.outputs(tmp_path / one, torch.float64, inputs=variant.inputs) for one in ("narrow", "wide"))
     scale = float(job.plan.scales[str(job.plan.output)])

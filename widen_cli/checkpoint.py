@@ -321,6 +321,11 @@ class Choice:
     section: str = ""
     root: str = ""
 
+    @classmethod
+    def of(cls, architecture: ArchitectureMap) -> Choice:
+        """The choice of a map as it stands, with the section of the config that it speaks of."""
+        return cls(architecture, section=architecture.section)
+
 
 def choose_map(checkpoint: Checkpoint, option: str | None) -> Choice:
     """The map asked for, the one of the config's model_type (or of its text_config's), or the one that the tensor names fit.
@@ -329,13 +334,13 @@ def choose_map(checkpoint: Checkpoint, option: str | None) -> Choice:
     """
     if option is not None:
         named = option.endswith((".yaml", ".yml")) or Path(option).is_file()
-        return Choice(load_map(Path(option), option) if named else catalog_map(option))
+        return Choice.of(load_map(Path(option), option) if named else catalog_map(option))
     if checkpoint.gguf is not None:
         return Choice(_map_of_gguf(checkpoint, checkpoint.gguf))
     model_type = checkpoint.config.get("model_type")
     if isinstance(model_type, str):
         found = map_for_model_type(model_type)
-        choice = Choice(found) if found else _nested(checkpoint)
+        choice = Choice.of(found) if found else _nested(checkpoint)
         if choice is None:
             raise WidenError(_unknown_type(checkpoint, model_type))
         return choice

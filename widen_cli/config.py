@@ -19,9 +19,9 @@ JSON_LIMIT = 20_000_000
 class ModelConfig:
     """The values of a config.json and the name to call it by in messages.
 
-    Dotted keys reach into nested objects. `present` is False for a model that came without one;
-    then only values given by `--set` are known, and no config is written. `per_layer`: a size may be a list, one for each
-    layer, as GGUF's may. `inside`: the section that is looked into first, such as `text_config`.
+    Dotted keys reach into nested objects; one that begins with a dot stands outside of `inside`. `present` is False for a
+    model that came without one; then only values given by `--set` are known, and no config is written. `per_layer`: a size
+    may be a list, one for each layer, as GGUF's may. `inside`: the section that is looked into first, such as `text_config`.
     """
 
     def __init__(
@@ -34,8 +34,9 @@ class ModelConfig:
         self.inside = inside
 
     def within(self, section: str) -> ModelConfig:
-        """The same config, whose keys are looked for in a section first, and changed there."""
-        return ModelConfig(self.values, self.name, self.present, self.per_layer, section)
+        """The same config, whose keys are looked for in a section first, and changed there; itself where it has none such."""
+        inside = section if isinstance(self.values.get(section), dict) else ""
+        return ModelConfig(self.values, self.name, self.present, self.per_layer, inside)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key, or the default where any part of the way is absent.
@@ -43,7 +44,7 @@ class ModelConfig:
         A key that is there with its dots, as GGUF's are, counts as it stands.
         """
         own = _reached(self.values.get(self.inside), key) if self.inside else MISSING
-        found = _reached(self.values, key) if own is MISSING else own
+        found = _reached(self.values, key.removeprefix(".")) if own is MISSING else own
         return default if found is MISSING else found
 
     def __contains__(self, key: str) -> bool:
@@ -76,8 +77,12 @@ class ModelConfig:
 
     def _path(self, values: dict[str, Any], key: str) -> list[str]:
         """Where a key stands, or would: the names on the way to it."""
+        if key.startswith("."):
+            return key[1:].split(".")
         path = [key] if key in values and not self.inside else key.split(".")
-        return [self.inside, *path] if self.inside and (key not in values or key in values[self.inside]) else path
+        section = values.get(self.inside) if self.inside else None
+        there, outside = _reached(section, key) is not MISSING, _reached(values, key) is not MISSING
+        return [self.inside, *path] if self.inside and (there or not outside) else path
 
     def to_bytes(self) -> bytes:
         """The JSON file: two spaces, keys in the order found, `Infinity` and `NaN` as Python and transformers write them."""

@@ -146,9 +146,9 @@ def chosen_map(options: Options, checkpoint: Checkpoint) -> Choice:
     if options.recorded_map is None:
         return choose_map(checkpoint, options.map)
     recorded = map_from_text(options.recorded_map, "the recorded map")
-    return (
-        Choice(recorded) if options.recorded_map_alone else replace(choose_map(checkpoint, None), architecture=recorded)
-    )
+    if options.recorded_map_alone or recorded.section:
+        return Choice.of(recorded)
+    return replace(choose_map(checkpoint, None), architecture=recorded)
 
 
 def _recorded(

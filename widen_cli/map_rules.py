@@ -205,6 +205,8 @@ class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
     `by_names`: of families whose tensors have the same names, the one that a model without a config is taken for.
+    `section` is where in the config the part stands that the map speaks of, such as `text_config`; `carried` are beginnings
+    of names whose tensors stay as they are, with their places in the map.
     `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
@@ -233,6 +235,8 @@ class ArchitectureMap:
     drop: tuple[str, ...]
     output: str | None
     sidecars: dict[str, dict[str, str]]
+    section: str = ""
+    carried: tuple[tuple[str, Place], ...] = ()
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rope: Rope | None = None
     depth: Depth = field(default_factory=Depth)

@@ -125,7 +125,9 @@ class MapDocument(_Section):
     architecture: str
     extends: str | None = None
     match: MatchSection = MatchSection()
+    section: str = ""
     prefixes: dict[str, list[str]] = {}
+    carried: list[str] = []
     synonyms: dict[str, str] = {}
     repeats: dict[str, str | list[str]] = {}
     parts: dict[str, str | bool] = {}

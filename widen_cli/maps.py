@@ -129,6 +129,8 @@ class _Compiler:
                 drop=tuple(document.drop),
                 output=document.output,
                 sidecars=document.sidecars,
+                section=document.section,
+                carried=tuple((text, self.data.place(("carried", n))) for n, text in enumerate(document.carried)),
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
                 depth=depth_section(document, self.fault, self.condition),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
 from widen_cli.plan.made import scaled_scalars, with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
+from widen_cli.plan.offers import NoScalingError, exact_alone, with_offer
 from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.parallel import lost_degrees
 from widen_cli.plan.partial import Partials, partial_axes, partial_output
@@ -53,7 +54,8 @@ class PlanRequest:
     tensors, by name; `layers` is what grows in some layers only. `approximate`: another function may come of it.
 
     `back`: of a model that was made before, whose types may be others since: they do not rule out the layout that was taken.
-    `scalars` are the tensors that took factors in place of weights then, None where that is not known.
+    `scalars` are the tensors that took factors in place of weights then, None where that is not known. `alone`: a growth that
+    is only tried, for an offer.
     """
 
     file: str
@@ -74,6 +76,7 @@ class PlanRequest:
     split: Asked = field(default_factory=Asked)
     back: bool = False
     scalars: frozenset[str] | None = None
+    alone: bool = False
 
 
 def make_plan(
@@ -92,22 +95,21 @@ def make_plan(
     layered = layer_factors(architecture, sizes, grown.growth.factors, request.layers)
     check_requirements(architecture, sizes, grown.growth.factors, printable(request.file), layered)
     planner = _Planner(architecture, match, sizes, grown, config, request, layered)
-    plan = planner.plan(tensors)
+    try:
+        plan = planner.plan(tensors)
+    except NoScalingError as error:
+        if request.alone:
+            raise
+        single = replace(request, factor=None, scaling="auto", alone=True)
+        alone = exact_alone(
+            architecture,
+            request.grow,
+            lambda grow: make_plan(architecture, tensors, config, replace(single, grow=grow)),
+        )
+        raise WidenError(f"{error}{alone}") from None
     if plan.exact or plan.mode == "orthogonal" or not planner.spaces.ties:
         return plan
-    return _with_offer(plan, lambda: make_plan(architecture, tensors, config, replace(request, untie=True)))
-
-
-def _with_offer(plan: Plan, untied_plan: Callable[[], Plan]) -> Plan:
-    """The plan with a note where it rounds values and that of the untied model would not."""
-    try:
-        exact = untied_plan().exact
-    except WidenError:
-        return plan
-    note = (
-        "a tied weight takes a factor that rounds; with --untie, which writes it twice, nothing is rounded for certain"
-    )
-    return replace(plan, notes=(*plan.notes, note)) if exact else plan
+    return with_offer(plan, lambda: make_plan(architecture, tensors, config, replace(request, untie=True)))
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def growing(
     architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
 ) -> Growing:
     """What the request makes grow. Raises WidenError with every axis that cannot grow so."""
-    calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
+    stored = [item.rule for item in match.matched]
+    calls = list(position_calls(architecture, stored, lambda node: config_condition(architecture, config, node)))
     positions = position_axes(architecture, calls)
     method = rotary_method(architecture, config, request.rope, request.approximate)
     fixed = {kind: axes for kind, axes in positions.items() if kind != "rope" or method is None}
@@ -313,9 +316,9 @@ class _Planner:
         if not rounded and refusals:
             raise WidenError(*dict.fromkeys(refusals))
         if not rounded:
-            raise WidenError(
-                f"{self.file}: no scaling keeps the function of this checkpoint, because {_listed(reasons)}{self.untying('copy')}"
-            )
+            untying = self.untying("copy")
+            told = f"{self.file}: no scaling keeps the function of this checkpoint, because {_listed(reasons)}{untying}"
+            raise WidenError(told) if untying else NoScalingError(told)
         best = min(rounded, key=lambda name: rounded[name])
         counts = ", ".join(f"{name} {number}" for name, number in rounded.items())
         return (
