@@ -184,7 +184,7 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
             continue
         _check_others(axis, key, sizes.config, faults)
         value = sizes.config.get(key)
-        by_layer = sizes.config.per_layer or axis.name in sizes.architecture.layered_axes
+        by_layer = sizes.config.per_layer or sizes.architecture.layered is not None
         if axis.means is not None:
             value = _meant(sizes, axis, key, value, faults)
             if value is None:
