@@ -157,7 +157,7 @@ def told(axis: Axis, key: str, old: Sizes, wide: Sizes, faults: Faults) -> Confi
         size = there.known[axis.name]
         ratios = {name: Fraction(there.known[name], here.known[name]) for name in words if here.known[name]}
         found = one if not size else telling(meaning(axis.means, there), size, one, ratios)
-        if found is None:
+        if found is None and one is not None:
             where = f" of layer {layer}" if len(values) > 1 else ""
             faults.add(
                 f"{printable(old.config.name)}: {axis.name}{where} would be {size}, and no value of {key} means that "

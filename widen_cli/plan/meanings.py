@@ -18,6 +18,7 @@ from widen_cli.map_checks import VALUE
 DIGITS = 12  # behind the point of a value that is looked for
 LARGEST = 2.0**40  # of such values
 HALVINGS = 64
+FAR = 1024  # times a value is beyond every rounding of it
 
 Meaning = Callable[[Any], int]
 
@@ -48,7 +49,7 @@ def telling(means: Meaning, size: int, old: Any, ratios: Mapping[str, Fraction])
     for value in _candidates(old, ratios):
         if _means(means, value) == size:
             return value
-    return _searched(means, size) if (_means(means, 2 * old) or 0) > (_means(means, old) or 0) else None
+    return _searched(means, size) if (_means(means, FAR * old) or 0) > (_means(means, old) or 0) else None
 
 
 def _candidates(old: Any, ratios: Mapping[str, Fraction]) -> Iterator[Any]:
