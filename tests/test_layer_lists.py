@@ -447,3 +447,17 @@ def test_a_value_that_means_no_size(narrow: Callable[[str], Path], tmp_path: Pat
         "IN: IN/config.json: block_configs.*.attention.n_heads_in_group is [4, 3, None, 6], which means no size: "
         "heads / value = 6 / 4 is no whole number"
     )
+
+
+def test_ranges_stay_beside_the_sizes_of_another_model(narrow: Callable[[str], Path], tmp_path: Path) -> None:
+    """--like takes the axes that are not named; what was said of layers was lost there once."""
+    config = {**NAS, "hidden_size": 72, "num_attention_heads": 12}
+    (tmp_path / "like.json").write_text(json.dumps(config))
+    options = Options(
+        str(narrow("nas")),
+        str(tmp_path / "wide"),
+        like=str(tmp_path / "like.json"),
+        grow="intermediate=2x@3",
+        dry_run=True,
+    )
+    assert prepare(options).plan.layers == ("intermediate=2@3",)
