@@ -172,8 +172,8 @@ def test_names_that_fit_several_families_and_no_name_of_one_are_left_to_decide(t
         plan_of(path, drafted(path))
     assert refused.value.faults == (
         "mine.yaml:12:6: to decide, and then to take out of 'todo': nothing but names and shapes says that this model computes "
-        "what 'llama' does (they fit it, and as well ernie4_5, gemma, glm4_moe, granite, helium, mistral, seed_oss, smollm3): "
-        "compare the model's code with "
+        "what 'llama' does (they fit it, and as well ernie4_5, gemma, glm4_moe, granite, helium, mistral, nemotron-nas, seed_oss, "
+        "smollm3): compare the model's code with "
         "`widen-ckpt maps llama`, its norms, activation, positions and multipliers",
     )
 

@@ -14,6 +14,7 @@ NOT_HOMOGENEOUS = ("softmax", "tanh", "gelu", "silu", "sigmoid", "softplus", "ex
 POSITIONS = ("rope", "alibi", "sinusoid")
 FORMULA_FUNCTIONS = (*HOMOGENEOUS, *NOT_HOMOGENEOUS, *POSITIONS, "norm", "sqrt")
 CONDITION_FUNCTIONS = ("is_class", "has")
+VALUE = "value"  # what a config key holds, in the formula of the size that it means
 # What a norm does besides dividing: nothing (the root of the mean square), or it subtracts the mean first.
 NORMS = ("rms", "layer")
 # How heads grow under rotary positions: old pairs stay where they are and the base is raised; old pair j goes to r*j;

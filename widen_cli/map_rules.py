@@ -21,7 +21,8 @@ class Axis:
 
     `padded`: new positions are no copies but rows that nothing is looked up in, as of a vocabulary.
     `first`: the model reads the first of the keys that is there, whatever the others say. `grouped`: where this holds the
-    model takes neighbours along the axis together, so that copies have to stand side by side.
+    model takes neighbours along the axis together, so that copies have to stand side by side. `means`: the size that a
+    value of the keys tells, where it is no size itself; the formula calls it `value`.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Axis:
     padded: bool = False
     first: bool = False
     grouped: Formula | None = None
+    means: Formula | None = None
 
     @property
     def computed(self) -> bool:
@@ -247,6 +249,11 @@ class ArchitectureMap:
     norms: dict[str, str] = field(default_factory=dict)
     todo: tuple[tuple[str, Place], ...] = ()
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def layered_axes(self) -> tuple[str, ...]:
+        """The axes whose sizes may differ from layer to layer."""
+        return self.layered.axes if self.layered else ()
 
     @property
     def layered_from(self) -> tuple[str, ...]:

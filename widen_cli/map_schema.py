@@ -28,6 +28,7 @@ class AxisSection(_Section):
     fixed: bool = False
     padded: bool = False
     first: bool = False
+    means: str | None = None
     grouped: str | bool | None = None
 
 

@@ -15,6 +15,7 @@ from widen_cli.map_checks import (
     FORMULA_FUNCTIONS,
     NORMS,
     ROPE_METHODS,
+    VALUE,
     SpaceFormula,
     endless,
     multiplier_faults,
@@ -171,8 +172,13 @@ class _Compiler:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
         if section.first and len(keys) < 2:
             self.fault(("axes", name), f"axis '{name}' has 'first', which goes with several keys")
+        if section.means is not None and not keys:
+            self.fault(("axes", name), f"axis '{name}' has 'means', which goes with a 'key'")
         grouped = self.optional(section.grouped, ("axes", name, "grouped"), document)
-        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded, section.first, grouped)
+        means = None
+        if section.means is not None:
+            means = self.condition(section.means, ("axes", name, "means"), document, more=(VALUE,))
+        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded, section.first, grouped, means)
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)

@@ -16,6 +16,7 @@ from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.changes import told, wide_sizes
 from widen_cli.plan.factors import is_whole
 from widen_cli.plan.grids import block_size
 from widen_cli.plan.growth import growing_axes
@@ -89,7 +90,7 @@ def narrow_model(
     check_whole(request)
     grown = growing(architecture, match, sizes, wide, request)
     by_types = request.factor is not None and grown.by_types
-    narrow = _recorded(config, known) if known else _derived(architecture, config, grown, by_types)
+    narrow = _recorded(config, known) if known else _derived(architecture, config, sizes, grown, by_types)
     told = narrow.with_values(request.settings)
     found = {axis: int(factor) for axis, factor in grown.growth.factors.items()}
     factors = {axis: found[axis] for axis in growing_axes(architecture)}
@@ -120,24 +121,30 @@ def _recorded(config: ModelConfig, known: Known) -> ModelConfig:
     return config.without(known.added).with_values(dict(known.config)) if config.present else config
 
 
-def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing, by_types: bool) -> ModelConfig:
+def _derived(
+    architecture: ArchitectureMap, config: ModelConfig, sizes: Sizes, grown: Growing, by_types: bool
+) -> ModelConfig:
     """The config with its sizes divided, its bases and its lists of frequencies as they were."""
     if not config.present:
         return config
     values: dict[str, Any] = {}
     doubt = ", or stored in other types: then say --grow instead of --factor" if by_types else ""
+    before = wide_sizes(sizes, {name: 1 / Fraction(factor) for name, factor in grown.growth.factors.items()})
     with Faults() as faults:
         for name, axis in architecture.axes.items():
             factor = int(grown.growth.factors[name])
-            for key in axis.keys if factor != 1 else ():
+            for key in axis.keys if axis.means is not None else ():
+                if config.get(key) is not None and (change := told(axis, key, sizes, before, faults)) is not None:
+                    values[key] = change.new
+            for key in axis.keys if factor != 1 and axis.means is None else ():
                 size = config.get(key)
-                sizes = size if isinstance(size, list) else [size]
+                each = size if isinstance(size, list) else [size]
                 if size is None or key in values:
                     continue
-                if any(not isinstance(number, int) or number % factor for number in sizes):
+                if any(not isinstance(number, int) or number % factor for number in each):
                     faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}{doubt}")
                     continue
-                values[key] = [number // factor for number in sizes] if isinstance(size, list) else size // factor
+                values[key] = [number // factor for number in each] if isinstance(size, list) else size // factor
     return config.with_values(values | _rotary(architecture, config, grown))
 
 

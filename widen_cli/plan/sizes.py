@@ -13,6 +13,7 @@ from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap, Axis
 from widen_cli.plan.lookup import config_lookup
 from widen_cli.plan.match import Match, Matched
+from widen_cli.plan.meanings import meaning
 from widen_cli.shapes import Name, Product, Term
 
 SIZE_LIMIT = 1 << 63  # no array is longer
@@ -121,12 +122,12 @@ class Sizes:
 
     def evaluate(self, formula: Formula) -> Any:
         """A formula over axes and config keys. Raises UnknownValueError or ValueError."""
-        lookup = config_lookup(self.architecture, self.config)
-        return evaluate(formula, lambda name: self._named(name, lookup))
+        return evaluate(formula, self.named)
 
-    def _named(self, name: str, lookup: Any) -> Any:
+    def named(self, name: str) -> Any:
+        """The size of an axis, or a config value. Raises UnknownValueError for what nothing tells."""
         if name not in self.architecture.axes:
-            return lookup(name)
+            return config_lookup(self.architecture, self.config)(name)
         if name not in self.known:
             raise UnknownValueError(name)
         return self.known[name]
@@ -175,14 +176,20 @@ def resolve_sizes(architecture: ArchitectureMap, config: ModelConfig, match: Mat
 
 
 def _from_config(sizes: Sizes, faults: Faults) -> None:
-    for axis in sizes.architecture.axes.values():
+    # What means a size is often a multiple of another one.
+    for axis in sorted(sizes.architecture.axes.values(), key=lambda axis: axis.means is not None):
         key = config_key(axis, sizes.config)
         if key is None:
             _check_absent(axis, sizes, faults)
             continue
         _check_others(axis, key, sizes.config, faults)
         value = sizes.config.get(key)
-        if sizes.config.per_layer and isinstance(value, list):
+        by_layer = sizes.config.per_layer or sizes.architecture.layered is not None
+        if axis.means is not None:
+            value = _meant(sizes, axis, key, value, faults)
+            if value is None:
+                continue
+        if by_layer and isinstance(value, list):
             value = _of_layers(sizes, axis.name, key, value, faults)
             if value is None:
                 continue
@@ -195,6 +202,23 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
         sizes.told_by[axis.name] = key
     if sizes.config.present:
         _from_formulas(sizes, faults)
+
+
+def _meant(sizes: Sizes, axis: Axis, key: str, value: Any, faults: Faults) -> Any:
+    """The size, or list of them, that a config value means; 0 for a null in a list. None with a fault where it means none."""
+    assert axis.means is not None
+    values = value if isinstance(value, list) else [value]
+    try:
+        meant = [0 if one is None else meaning(axis.means, sizes)(one) for one in values]
+    except UnknownValueError as error:
+        faults.add(
+            f"{printable(sizes.config.name)}: {key} means a size together with '{printable(error.name)}', which nothing tells"
+        )
+        return None
+    except ValueError as error:
+        faults.add(f"{printable(sizes.config.name)}: {key} is {brief(value)}, which means no size: {error}")
+        return None
+    return meant if isinstance(value, list) else meant[0]
 
 
 def _check_others(axis: Axis, key: str, config: ModelConfig, faults: Faults) -> None:
