@@ -125,12 +125,13 @@ def convert(source: Path, target: Path, growth: str, **options: str) -> Report:
 
 
 def error(narrow: Narrow, family: Family, variant: str, dtype: torch.dtype, report: Report, folder: Path) -> float:
-    """The relative error of a written folder; hidden states are folded by the plan's scale of the output space."""
-    plan = report.job.plan
-    scale = float(plan.scales[plan.output]) if plan.output in plan.scales else 1.0
+    """The relative error of a written folder; every output that grew is folded by the scale that the plan says it has."""
+    before = narrow.outputs(family.name, variant, dtype)
     wide = models.outputs(folder, torch.float64, inputs=family.variants[variant].inputs)
-    scales = {name: scale for name in wide if name.endswith("last_hidden_state")}
-    return models.relative_error(narrow.outputs(family.name, variant, dtype), wide, scales)
+    scales = report.job.plan.output_scales
+    grown = {name for name, value in wide.items() if value.shape != before[name].shape}
+    assert grown <= scales.keys(), f"the plan does not say how {grown - scales.keys()} come out"
+    return models.relative_error(before, wide, scales)
 
 
 @pytest.mark.parametrize(("family", "variant", "mode", "growth"), CASES)

@@ -54,7 +54,7 @@ class Difference:
 class Verification:
     """What was compared, and every difference.
 
-    `rounded` are the types in which values were rounded, `scale` is that of a bare model's hidden states.
+    `rounded` are the types in which values were rounded, `scales` are those of outputs that grow, by transformers' names.
     """
 
     tensors: int
@@ -63,7 +63,7 @@ class Verification:
     differences: tuple[Difference, ...]
     record: Record | None
     rounded: tuple[str, ...] = ()
-    scale: float | None = None
+    scales: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def compared(self) -> str:
@@ -102,7 +102,6 @@ def verify(options: Options, progress: Callable[[int], None]) -> Verification:
         opened.callback(job.checkpoint.close)
         values, report = _other_values(job, found, progress)
         differences = [*_other_tensors(job, found), *values, *_other_keys(job, found)]
-        scales, output = job.plan.scales, job.plan.output
         return Verification(
             tensors=sum(len(tensor.names) for tensor in job.plan.tensors),
             nbytes=sum(tensor.dtype.nbytes(tensor.shape) * len(tensor.names) for tensor in job.plan.tensors),
@@ -110,7 +109,7 @@ def verify(options: Options, progress: Callable[[int], None]) -> Verification:
             differences=tuple(differences),
             record=record,
             rounded=_rounded(report),
-            scale=float(scales[output]) if output in scales else None,
+            scales=job.plan.output_scales,
         )
 
 

@@ -189,6 +189,7 @@ class AdapterPlanner:
             warnings=(),
             equal_pairs=(),
             output=None,
+            outputs={},
         )
 
     # Names.
