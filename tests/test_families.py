@@ -186,7 +186,7 @@ def test_what_cannot_grow_is_refused(family: Family, growth: str, word: str, nar
 
 TILED = (
     "albert", "deberta-v2", "modernbert", "gpt_neox", "codegen", "bloom", "falcon_groups", "mixtral", "phi3", "deepseek_v3",
-    "gpt_oss", "rwkv", "t5",
+    "gpt_oss", "rwkv", "t5", "bart", "whisper", "encoder-decoder", "vision-encoder-decoder",
 )  # fmt: skip
 
 

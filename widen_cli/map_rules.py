@@ -203,7 +203,8 @@ class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
     `by_names`: of families whose tensors have the same names, the one that a model without a config is taken for.
-    `output` is the space of a bare model's hidden states, `outputs` those of what else it puts out, by transformers' names.
+    `output` names the space of a bare model's hidden states, or several of which the first counts that the model has,
+    `outputs` those of what else it puts out, by transformers' names.
     `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
@@ -230,7 +231,7 @@ class ArchitectureMap:
     tied: tuple[Tie, ...]
     untie: tuple[str, ...]
     drop: tuple[str, ...]
-    output: str | None
+    output: tuple[str, ...]
     sidecars: dict[str, dict[str, str]]
     outputs: dict[str, str] = field(default_factory=dict)
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -141,7 +141,7 @@ class MapDocument(_Section):
     tied: list[TieSection] = []
     untie: list[str] = []
     drop: list[str] = []
-    output: str | None = None
+    output: str | list[str] = []
     outputs: dict[str, str] = {}
     sidecars: dict[str, dict[str, str]] = {}
     rope: RopeSection | None = None

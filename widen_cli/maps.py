@@ -128,7 +128,7 @@ class _Compiler:
                 tied=tied,
                 untie=tuple(dict.fromkeys([*says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
-                output=document.output,
+                output=_outputs(document),
                 sidecars=document.sidecars,
                 outputs=document.outputs,
                 places={key: tuple(others) for key, others in document.places.items()},
@@ -373,8 +373,11 @@ class _Compiler:
                 uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
         if isinstance(document.norms, dict):
             uses += [(("norms", axis), axis, document.axes) for axis in document.norms]
-        if document.output is not None:
-            uses.append((("output",), document.output, {*document.axes, *document.spaces}))
+        listed = isinstance(document.output, list)
+        uses += [
+            (("output", n) if listed else ("output",), space, {*document.axes, *document.spaces})
+            for n, space in enumerate(_outputs(document))
+        ]
         uses += [
             (("outputs", name), space, {*document.axes, *document.spaces}) for name, space in document.outputs.items()
         ]
@@ -400,6 +403,11 @@ _WHAT = {
     "output": "axis or space",
     "outputs": "axis or space",
 }
+
+
+def _outputs(document: MapDocument) -> tuple[str, ...]:
+    """The spaces that a bare model's hidden states may be, the first that it has."""
+    return (document.output,) if isinstance(document.output, str) else tuple(document.output)
 
 
 def _read_keys(document: MapDocument) -> set[str]:

@@ -217,7 +217,7 @@ class _Planner:
                 if name in axes or (axis.padded and self.growth.factors[name] != 1)
             ),
             equal_pairs=self.spaces.stored_ties(),
-            output=self.architecture.output,
+            output=self.output(scales),
             outputs=self.architecture.outputs,
             layers=tuple(map(str, self.request.layers)),
         )
@@ -383,12 +383,16 @@ class _Planner:
 
     def wide_outputs(self, scales: dict[str, Any], layout: str) -> Iterator[str]:
         """How a bare model's hidden states come out, and what else it puts out that grows; heads undo it."""
-        hidden = self.architecture.output
+        hidden = self.output(scales)
         if hidden is not None and (how := self.wide_output(hidden, scales, layout)):
             yield f"hidden states, where they are the output, {how}"
         for name, space in self.architecture.outputs.items():
             if how := self.wide_output(space, scales, layout):
                 yield f"{name}, where it is an output: its values {how}"
+
+    def output(self, scales: dict[str, Any]) -> str | None:
+        """The space of a bare model's hidden states."""
+        return next((space for space in self.architecture.output if space in scales), None)
 
     def wide_output(self, space: str, scales: dict[str, Any], layout: str) -> str:
         if space not in scales:
