@@ -654,7 +654,8 @@ FAMILIES: tuple[Family, ...] = (
         {
             "siglip_vision": Variant(
                 "SiglipVisionModel", {**_CLIP_VISION, "vision_use_head": False}, _pixels, _BART_SMALL
-            )
+            ),
+            "siglip_vision_pooled": Variant("SiglipVisionModel", _CLIP_VISION, _pixels, _BART_SMALL),
         },
         _BERT_GROWTHS,
     ),

@@ -129,15 +129,16 @@ def convert(source: Path, target: Path, growth: str, **options: str) -> Report:
 
 
 def error(narrow: Narrow, family: Family, variant: str, dtype: torch.dtype, report: Report, folder: Path) -> float:
-    """The relative error of a written folder; hidden states are folded by the plan's scale of the output space."""
-    plan = report.job.plan
-    scale = float(plan.scales[plan.output]) if plan.output in plan.scales else 1.0
-    wide = models.outputs(folder, torch.float64, inputs=family.variants[variant].inputs)
-    scales = {name: scale for name in wide if name.endswith("last_hidden_state")}
+    """The relative error of a written folder; every output that grew is folded by the scale that the plan says it has."""
     before = narrow.outputs(family.name, variant, dtype)
+    wide = models.outputs(folder, torch.float64, inputs=family.variants[variant].inputs)
+    stated = report.job.plan.output_scales
+    scales = {name: stated["last_hidden_state"] for name in wide if name.endswith(".last_hidden_state")} | stated
     # What is normalised to length 1 has copies of the length that is left for each.
     embedded = [name for name in wide if name.endswith("_embeds")]
     scales |= {name: (before[name].shape[-1] / wide[name].shape[-1]) ** 0.5 for name in embedded}
+    grown = {name for name, value in wide.items() if value.shape != before[name].shape}
+    assert grown <= scales.keys(), f"the plan does not say how {grown - scales.keys()} come out"
     return models.relative_error(before, wide, scales)
 
 
@@ -193,7 +194,7 @@ def test_what_cannot_grow_is_refused(family: Family, growth: str, word: str, nar
 
 TILED = (
     "albert", "deberta-v2", "modernbert", "gpt_neox", "codegen", "bloom", "falcon_groups", "mixtral", "phi3", "deepseek_v3",
-    "gpt_oss", "rwkv", "t5",
+    "gpt_oss", "rwkv", "t5", "bart", "whisper", "encoder-decoder", "vision-encoder-decoder",
 )  # fmt: skip
 
 

@@ -91,5 +91,7 @@ def test_a_part_that_no_tensor_begins_with(tmp_path: Path) -> None:
     path.write_text("extends: encoder-decoder\narchitecture: mine\nparts:\n  decodr.: true\n  encoder.: no_key == 1\n")
     with pytest.raises(WidenError) as caught:
         load_map(path, "mine.yaml")
-    assert "mine.yaml:4:3: no tensor of this map begins with 'decodr.'" in caught.value.faults
+    assert (
+        "mine.yaml:4:3: no tensor of this map begins with 'decodr.' (did you mean 'decoder.'?)" in caught.value.faults
+    )
     assert "mine.yaml:5:13: 'no_key' is no axis, space or config key of this map" in caught.value.faults

@@ -209,6 +209,8 @@ class ArchitectureMap:
     `by_names`: of families whose tensors have the same names, the one that a model without a config is taken for.
     `section` is where in the config the part stands that the map speaks of, such as `text_config`; `carried` are beginnings
     of names whose tensors stay as they are, with their places in the map.
+    `output` names the space of a bare model's hidden states, or several of which the first counts that the model has,
+    `outputs` those of what else it puts out, by transformers' names.
     `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
@@ -235,10 +237,11 @@ class ArchitectureMap:
     tied: tuple[Tie, ...]
     untie: tuple[str, ...]
     drop: tuple[str, ...]
-    output: str | None
+    output: tuple[str, ...]
     sidecars: dict[str, dict[str, str]]
     section: str = ""
     carried: tuple[tuple[str, Place], ...] = ()
+    outputs: dict[str, str] = field(default_factory=dict)
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rope: Rope | None = None
     depth: Depth = field(default_factory=Depth)

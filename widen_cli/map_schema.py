@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -144,7 +145,8 @@ class MapDocument(_Section):
     tied: list[TieSection] = []
     untie: list[str] = []
     drop: list[str] = []
-    output: str | None = None
+    output: str | list[str] = []
+    outputs: dict[str, str] = {}
     sidecars: dict[str, dict[str, str]] = {}
     rope: RopeSection | None = None
     depth: DepthSection = DepthSection()
@@ -227,16 +229,20 @@ def real_path(data: MapData, path: Keys) -> Keys:
 
 
 def _known_keys(path: Keys) -> list[str]:
-    sections: dict[str, type[BaseModel]] = {
-        "match": MatchSection,
-        "axes": AxisSection,
-        "tensors": TensorSection,
-        "tied": TieSection,
-        "growth": GrowthSection,
-        "rope": RopeSection,
-        "depth": DepthSection,
-        "upcycle": UpcycleSection,
-        "layered": LayeredSection,
-    }
-    section = MapDocument if len(path) == 1 else sections.get(str(path[0]), MapDocument)
-    return [field.alias or name for name, field in section.model_fields.items()]
+    """The keys that may stand beside the last of a path."""
+    section = _section(path[:-1])
+    return [field.alias or name for name, field in section.model_fields.items()] if section else []
+
+
+def _section(path: Keys) -> type[BaseModel] | None:
+    """The section that stands at a path, None where a value does."""
+    kind: Any = MapDocument
+    for part in path:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            fields = {field.alias or name: field for name, field in kind.model_fields.items()}
+            kind = fields[str(part)].annotation if part in fields else None
+        else:
+            kind = next(reversed(get_args(kind)), None)
+        if isinstance(kind, UnionType):  # a section that may be absent
+            kind = next((one for one in get_args(kind) if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

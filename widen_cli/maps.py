@@ -45,6 +45,7 @@ from widen_cli.map_rules import (
     says_tied,
 )
 from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
+from widen_cli.map_slips import slips
 from widen_cli.map_upcycle import layered_section, upcycle_section
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
@@ -128,10 +129,11 @@ class _Compiler:
                 tied=tied,
                 untie=tuple(dict.fromkeys([*says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
-                output=document.output,
+                output=_outputs(document),
                 sidecars=document.sidecars,
                 section=document.section,
                 carried=tuple((text, self.data.place(("carried", n))) for n, text in enumerate(document.carried)),
+                outputs=document.outputs,
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
                 depth=depth_section(document, self.fault, self.condition),
@@ -350,15 +352,8 @@ class _Compiler:
         growth = document.growth
         if not growth.width:
             self.fault(("growth", "width"), "growth needs a width axis, the stream's first")
-        sections: dict[str, Iterable[str]] = {
-            "prefixes": document.prefixes,
-            "repeats": document.repeats,
-            "parts": document.parts,
-        }
-        for section, prefixes in sections.items():
-            for prefix in prefixes:
-                if not any(name.startswith(prefix) for name in document.tensors):
-                    self.key_fault((section, prefix), f"no tensor of this map begins with '{prefix}'")
+        for path, message in slips(document):
+            self.key_fault(path, message)
         uses: list[tuple[Keys, str, Iterable[str]]] = [
             *((("growth", "width", n), axis, document.axes) for n, axis in enumerate(growth.width)),
             *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
@@ -390,8 +385,14 @@ class _Compiler:
                 uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
         if isinstance(document.norms, dict):
             uses += [(("norms", axis), axis, document.axes) for axis in document.norms]
-        if document.output is not None:
-            uses.append((("output",), document.output, {*document.axes, *document.spaces}))
+        listed = isinstance(document.output, list)
+        uses += [
+            (("output", n) if listed else ("output",), space, {*document.axes, *document.spaces})
+            for n, space in enumerate(_outputs(document))
+        ]
+        uses += [
+            (("outputs", name), space, {*document.axes, *document.spaces}) for name, space in document.outputs.items()
+        ]
         uses += [(("synonyms", other), word, _ends(patterns)) for other, word in document.synonyms.items()]
         for key in document.places:
             if key not in (keys_read := _read_keys(document)):
@@ -412,7 +413,13 @@ _WHAT = {
     "untie": "config key",
     "synonyms": "end of a tensor's name",
     "output": "axis or space",
+    "outputs": "axis or space",
 }
+
+
+def _outputs(document: MapDocument) -> tuple[str, ...]:
+    """The spaces that a bare model's hidden states may be, the first that it has."""
+    return (document.output,) if isinstance(document.output, str) else tuple(document.output)
 
 
 def _read_keys(document: MapDocument) -> set[str]:

@@ -55,8 +55,8 @@ class Difference:
 class Verification:
     """What was compared, and every difference.
 
-    `rounded` are the types in which values were rounded, `scale` is that of a bare model's hidden states. `likely` says what
-    is probably the matter where no weight is as it should be.
+    `rounded` are the types in which values were rounded, `scales` are those of outputs that grow, by transformers' names.
+    `likely` says what is probably the matter where no weight is as it should be.
     """
 
     tensors: int
@@ -65,7 +65,7 @@ class Verification:
     differences: tuple[Difference, ...]
     record: Record | None
     rounded: tuple[str, ...] = ()
-    scale: float | None = None
+    scales: Mapping[str, float] = field(default_factory=dict)
     likely: str = ""
 
     @property
@@ -110,7 +110,6 @@ def verify(options: Options, progress: Callable[[int], None]) -> Verification:
         for source in found.sources():
             source.expect_unchanged()
         differences = [*_other_tensors(job, found), *values, *_other_keys(job, found)]
-        scales, output = job.plan.scales, job.plan.output
         return Verification(
             tensors=sum(len(tensor.names) for tensor in job.plan.tensors),
             nbytes=sum(tensor.dtype.nbytes(tensor.shape) * len(tensor.names) for tensor in job.plan.tensors),
@@ -118,7 +117,7 @@ def verify(options: Options, progress: Callable[[int], None]) -> Verification:
             differences=tuple(differences),
             record=record,
             rounded=_rounded(report),
-            scale=float(scales[output]) if output in scales else None,
+            scales=job.plan.output_scales,
             likely=_likely(job, found, record, {difference.name for difference in differences}),
         )
 

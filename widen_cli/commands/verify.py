@@ -60,7 +60,7 @@ def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, q
 def _ran(options: Options, asked: Asked, found: Verification | None) -> RunResult:
     from widen_cli.running.both import run_both  # imported when used: other commands need none of it
 
-    return run_both(options, asked, Known(found.rounded, found.scale) if found else None)
+    return run_both(options, asked, Known(found.rounded, found.scales) if found else None)
 
 
 def _as_json(found: Verification | None, ran: RunResult | None) -> dict[str, Any]:

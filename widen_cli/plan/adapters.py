@@ -154,6 +154,7 @@ class AdapterPlanner:
             warnings=(),
             equal_pairs=(),
             output=None,
+            outputs={},
         )
 
     def of_another_base(self) -> list[str]:

@@ -156,10 +156,10 @@ def _copies_of_keys(partial: Partial | None, size: int, factor: Factor) -> list[
 
 
 def partial_output(partial: Partial, mean: bool, scale: Scale, layout: str) -> str:
-    """How a bare model's hidden states come out along such an axis; heads undo it."""
+    """How an output comes out along such an axis, said of several."""
     (_, _), (more, _) = ((segment.units, segment.copies) for segment in partial.segments)
     how = "as a whole" if layout == "tile" else "side by side"
     begin = "begin with the old ones" if partial.whole == 1 else f"stand {partial.whole}x {how}"
     times = "" if scale.is_one else f", times {scale}"
     what = "their mean" if mean else "zero"
-    return f"hidden states, where they are the output, {begin}{times}; {more} places hold {what}"
+    return f"{begin}{times}; {more} places hold {what}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -229,7 +229,7 @@ class _Planner:
                 *arranged.notes,
                 *self.slower(),
                 *self.assumptions(),
-                *self.wide_output(scales, arranged.layout),
+                *self.wide_outputs(scales, arranged.layout),
                 *self.parting(arranged.tensors),
             ),
             warnings=tuple(self.warnings),
@@ -239,7 +239,8 @@ class _Planner:
                 if name in axes or (axis.padded and self.growth.factors[name] != 1)
             ),
             equal_pairs=self.spaces.stored_ties(),
-            output=self.architecture.output,
+            output=self.output(scales),
+            outputs=self.architecture.outputs,
             layout=arranged.layout,
             scalars=scaled_scalars(self.architecture, arranged.tensors),
             layers=tuple(map(str, self.request.layers)),
@@ -417,19 +418,30 @@ class _Planner:
         settings = ", ".join(f"{key} = {value}" for key, value in self.request.settings.items())
         return [f"taken from --set: {settings}"] if settings else []
 
-    def wide_output(self, scales: dict[str, Any], layout: str) -> list[str]:
-        """How a bare model's hidden states come out; heads undo it."""
-        space = self.architecture.output
-        if space is None or space not in scales:
-            return []
+    def wide_outputs(self, scales: dict[str, Any], layout: str) -> Iterator[str]:
+        """How a bare model's hidden states come out, and what else it puts out that grows; heads undo it."""
+        hidden = self.output(scales)
+        if hidden is not None and (how := self.wide_output(hidden, scales, layout)):
+            yield f"hidden states, where they are the output, {how}"
+        for name, space in self.architecture.outputs.items():
+            if how := self.wide_output(space, scales, layout):
+                yield f"{name}, where it is an output: its values {how}"
+
+    def output(self, scales: dict[str, Any]) -> str | None:
+        """The space of a bare model's hidden states."""
+        return next((space for space in self.architecture.output if space in scales), None)
+
+    def wide_output(self, space: str, scales: dict[str, Any], layout: str) -> str:
+        if space not in scales:
+            return ""
         copies = self.spaces.copies(space)
         if (axis := self.filling.axis(space)) != "":
-            return [partial_output(self.filling.partials[axis], space in self.filling.meant, scales[space], layout)]
+            return partial_output(self.filling.partials[axis], space in self.filling.meant, scales[space], layout)
         if copies == 1 and scales[space].is_one:
-            return []
+            return ""
         how = "as a whole (x0 x1 x0 x1)" if layout == "tile" else "side by side (x0 x0 x1 x1)"
         times = "" if scales[space].is_one else f", times {scales[space]}"
-        return [f"hidden states, where they are the output, stand {copies}x {how}{times}"]
+        return f"stand {copies}x {how}{times}"
 
     def parting(self, plans: Sequence[TensorPlan]) -> list[str]:
         """What a split does to the ties between copies; a warning where it does nothing."""

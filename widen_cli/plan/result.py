@@ -15,6 +15,7 @@ from widen_cli.plan.match import StoredHeader
 from widen_cli.scales import ONE, Scale
 
 EXACT, ROUNDS, DEPENDS = "exact", "rounds", "depends on values"
+HIDDEN_STATES = "last_hidden_state"  # what transformers calls them
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ class ConfigChange:
 class Plan:
     """Everything that one run will write, resolved before a byte moves.
 
-    `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states;
+    `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states,
+    `outputs` are those of what else it puts out, by transformers' names;
     `tensors` stands in the order of the input; `warnings` are for the user; `rebuilt` says what layers the model has in place
     of those it had, `made_of` what it was before it became one of another kind, `layers` what grows in some layers only.
     `approximate` says why the result computes another function, and is empty where it does not. `layout` is the one taken,
@@ -202,6 +204,7 @@ class Plan:
     axes: tuple[str, ...] = ()
     equal_pairs: tuple[tuple[str, str], ...] = ()
     output: str | None = None
+    outputs: dict[str, str] = field(default_factory=dict)
     rebuilt: str = ""
     approximate: str = ""
     made_of: str = ""
@@ -221,6 +224,12 @@ class Plan:
         before = [text for text in (self.rebuilt, self.made_of) if text]
         grown = [f"{axis} x{self.factors[axis]}" for axis in self.axes if self.factors[axis] != 1]
         return ", ".join([*before, *grown, *self.layers]) or "nothing grows"
+
+    @property
+    def output_scales(self) -> dict[str, float]:
+        """What a bare model's outputs that grow are multiplied by, by transformers' names."""
+        spaces = {**({} if self.output is None else {HIDDEN_STATES: self.output}), **self.outputs}
+        return {name: float(self.scales[space]) for name, space in spaces.items() if space in self.scales}
 
     @property
     def exact(self) -> bool:
