@@ -195,6 +195,7 @@ def _request(options: Options) -> PlanRequest:
         layers=layers,
         fill=options.fill,
         seed=options.fill_seed,
+        gradients=options.optimizer is not None,
     )
 
 

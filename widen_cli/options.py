@@ -45,6 +45,8 @@ class Options:
     upcycle: str | None = None
     fill: str = "copy"
     fill_seed: int = 0
+    optimizer: str | None = None
+    new_parameters: str | None = None
     recorded_map: str | None = None
     recorded_map_alone: bool = False
     recorded_target: str | None = None
