@@ -185,6 +185,7 @@ class DirectoryOutput(Staging):
         """A hidden folder beside the output's files, for what is made before it is one of them."""
         path = self._staging / WORKSHOP
         with refusing(self.name, self._real.parent):
+            shutil.rmtree(path, ignore_errors=True)  # of a run that this one goes on from
             path.mkdir()
         try:
             yield path

@@ -70,7 +70,9 @@ def _read(path: Path, source: FileSource) -> OptimizerState:
         raise WidenError(f"{source.name}: its groups name a parameter twice; {AGAIN}")
     moments = dict(_moments(file, root["state"], source.name))
     if strange := [number for number in moments if number not in {*numbers}]:
-        raise WidenError(f"{source.name}: holds the state of parameter {strange[0]}, which is in none of its groups; {AGAIN}")
+        raise WidenError(
+            f"{source.name}: holds the state of parameter {strange[0]}, which is in none of its groups; {AGAIN}"
+        )
     if not moments:
         raise WidenError(f"{source.name}: holds no moments of any parameter; leave --optimizer out")
     return OptimizerState(path, source, moments, groups)

@@ -195,8 +195,8 @@ def _write_directory(job: Job, writing: _Writing) -> None:
     with ExitStack() as stack:
         target = job.options.output.rstrip("/")
         folder = stack.enter_context(DirectoryOutput(target, job.options.force, job.identity, job.leftover))
-        beside = _open_beside(job, stack, folder)
         writing.shards(folder)
+        beside = _open_beside(job, stack, folder)
         # The parts of a GGUF name each other; an index and a config.json are safetensors affairs.
         if len(job.shards) > 1 and not job.checkpoint.gguf:
             weight_map = {name: shard.name for shard in job.shards for _, name, _ in shard.tensors}

@@ -17,7 +17,9 @@ from widen_cli.torch_optimizer import POWERS, OptimizerState
 KEEP, RESET_NEW = CHOICES = ("keep", "reset-new")
 SHOWN = 3
 # Adam counts steps once for a tensor: entries whose moments are zero late in training move by more than the learning rate.
-HASTE = "they begin at zero while Adam's count of steps goes on, and so move by up to 6.6 times the learning rate at first"
+HASTE = (
+    "they begin at zero while Adam's count of steps goes on, and so move by up to 6.6 times the learning rate at first"
+)
 
 
 @dataclass(frozen=True)

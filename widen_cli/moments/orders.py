@@ -30,7 +30,9 @@ class Order:
     def of(cls, answer: Mapping[str, Any], model: str) -> Order:
         """The order that a child process answered with; WidenError where its library does not know the `model`."""
         if "fault" in answer:
-            raise WidenError(f"{printable(model)}: --optimizer needs the order of its parameters, and {printable(answer['fault'])}")
+            raise WidenError(
+                f"{printable(model)}: --optimizer needs the order of its parameters, and {printable(answer['fault'])}"
+            )
         shapes = {name: tuple(shape) for name, shape in answer["shapes"].items()}
         return cls(answer["class"], answer["names"], shapes, answer["decays"])
 
@@ -88,7 +90,9 @@ def _unfit(state: OptimizerState, groups: tuple[tuple[str, ...], ...], order: Or
         for number, name in zip(group.numbers, names, strict=True):
             held = next(iter(state.moments.get(number, {}).values()), None)
             if held is not None and held.shape != order.shapes[name]:
-                return f"'{printable(name)}' {_shape(order.shapes[name])} where parameter {number} is {_shape(held.shape)}"
+                return (
+                    f"'{printable(name)}' {_shape(order.shapes[name])} where parameter {number} is {_shape(held.shape)}"
+                )
     return ""
 
 

@@ -179,7 +179,9 @@ class GradientBuilder(TreeBuilder):
                 continue
             if is_norm(space.formula.tree):
                 found.add(Share() if made == name else self.through_norm(made))
-            elif any(name in pair for pair in self.spaces.reading.contractions) and self.meets(space.formula.tree, name):
+            elif any(name in pair for pair in self.spaces.reading.contractions) and self.meets(
+                space.formula.tree, name
+            ):
                 found.add(self.in_attention(name))
             elif made != name:
                 found.add(self.share(made))

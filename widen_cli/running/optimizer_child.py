@@ -59,7 +59,10 @@ def _order(values: dict[str, Any]) -> dict[str, Any]:
 def written(request: dict[str, Any]) -> dict[str, Any]:
     """Writes the state: every parameter's own entry with its grown moments, none for one that begins anew."""
     found = torch.load(
-        request["state"], map_location="cpu", weights_only=True, mmap=True if zipfile.is_zipfile(request["state"]) else None
+        request["state"],
+        map_location="cpu",
+        weights_only=True,
+        mmap=True if zipfile.is_zipfile(request["state"]) else None,
     )
     state: dict[int, dict[str, Any]] = {}
     with safe_open(request["moments"], framework="pt") as moments:
@@ -67,7 +70,7 @@ def written(request: dict[str, Any]) -> dict[str, Any]:
             number, _, key = name.partition(".")
             state.setdefault(int(number), {})[key] = moments.get_tensor(name)
     for number, kept in state.items():
-        state[number] = {**found["state"][request["origins"][number]], **kept}
+        state[number] = {**found["state"][request["origins"][str(number)]], **kept}
     groups = []
     for group, (numbers, names) in zip(found["param_groups"], request["groups"], strict=True):
         named = {"param_names": names} if "param_names" in group else {}
