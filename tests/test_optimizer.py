@@ -5,6 +5,7 @@ Both models see the same batches under a learning rate of 0, so that their momen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,9 @@ from safetensors.torch import load_file
 from transformers.trainer_pt_utils import get_parameter_names
 
 from widen_cli.cli import cli
+from widen_cli.moments import attach
 from widen_cli.plan import gradients
+from widen_cli.running import optimizer_child
 
 VARIANTS = models.VARIANTS | {
     name: variant for family in families_llama.FAMILIES for name, variant in family.variants.items()
@@ -67,6 +70,18 @@ def by_name(model: Any, state: dict[str, Any]) -> Moments:
     return {names[number]: entry for number, entry in state["state"].items()}
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the child process does is done in this one, which has the libraries loaded; a Trainer's test starts a real one."""
+
+    def answer(module: str, request: dict[str, Any], folder: Path, name: str) -> Path:
+        done = optimizer_child.orders(request) if "configs" in request else optimizer_child.written(request)
+        (folder / "answer").write_text(json.dumps(done))
+        return folder / "answer"
+
+    monkeypatch.setattr(attach, "answer_of", answer)
+
+
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Save:
     root = tmp_path_factory.mktemp("narrow")
@@ -89,9 +104,11 @@ def widen(*words: str) -> Result:
 def largest_error(grown: Moments, own: Moments) -> float:
     """The largest difference over the largest value, of all kept moments."""
     errors = [0.0]
-    for name, entry in grown.items():
-        for key in ("exp_avg", "exp_avg_sq"):
-            scale = own[name][key].abs().max().item() or 1.0
+    for key in ("exp_avg", "exp_avg_sq"):
+        # Some gradients are zero but for roundings, such as those of keys' biases, which a softmax does not see.
+        floor = 1e-5 * max(entry[key].abs().max().item() for entry in own.values())
+        for name, entry in grown.items():
+            scale = max(own[name][key].abs().max().item(), floor)
             errors.append((entry[key] - own[name][key]).abs().max().item() / scale)
     return max(errors)
 
@@ -115,6 +132,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("variant", "growth", "scaling", "anew"), CASES)
 def test_moments_are_those_of_the_wide_model(
     variant: str, growth: str, scaling: str, anew: tuple[str, ...] | None, narrow: Save, tmp_path: Path
@@ -139,19 +157,9 @@ def test_moments_are_those_of_the_wide_model(
     assert all(entry["step"] == 3 for entry in grown.values())
 
 
+@pytest.mark.usefixtures("here")
 def test_a_wrong_factor_shows(narrow: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = gradients.GradientBuilder.leaf_scale
-    monkeypatch.setattr(
-        gradients.GradientBuilder,
-        "leaf_scale",
-        lambda self, path, role: right(self, path, role) ** (-1 if path[-1] == "product" else 1),
-    )
-    assert (
-        widen(
-            str(narrow("llama_mha")), str(tmp_path / "w"), "--factor=2", "--scaling=copy", "--optimizer=keep"
-        ).exit_code
-        == 0
-    )
     monkeypatch.setattr(
         gradients.GradientBuilder,
         "leaf_scale",
@@ -168,6 +176,7 @@ def test_a_wrong_factor_shows(narrow: Save, tmp_path: Path, monkeypatch: pytest.
     assert largest_error(grown, by_name(model, optimizer.state_dict())) > 0.1
 
 
+@pytest.mark.usefixtures("here")
 def test_new_parameters_are_marked_and_reset(narrow: Save, tmp_path: Path) -> None:
     mask, words = tmp_path / "new.safetensors", ("--factor=2", "--scaling=copy")
     done = widen(
@@ -185,6 +194,7 @@ def test_new_parameters_are_marked_and_reset(narrow: Save, tmp_path: Path) -> No
         assert entry["exp_avg_sq"][~new[name]].any()
 
 
+@pytest.mark.usefixtures("here")
 def test_what_cannot_be_grown_is_refused(narrow: Save, tmp_path: Path) -> None:
     folder = tmp_path / "n"
     models.build("llama_mha", torch.float64).save_pretrained(folder)

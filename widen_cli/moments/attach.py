@@ -93,13 +93,13 @@ def _check_mask(options: Options, job: Job) -> None:
         )
     if is_stream(target):
         raise WidenError(f"--new-parameters {printable(target)}: is no file; name one")
-    check_output(target, job.checkpoint.files, options.force, False)
     output = os.path.realpath(options.output.rstrip("/"))
     real = os.path.realpath(target)
     inside = real.startswith(output + os.sep)
     if options.output != "-" and (real == output or inside):
         what = "would be taken for weights in the model's folder" if inside else "is where the weights go"
         raise WidenError(f"--new-parameters {printable(target)}: {what}; choose another place")
+    check_output(target, job.checkpoint.files, options.force, False)
 
 
 def _with_optimizer(job: Job) -> Job:

@@ -268,7 +268,7 @@ class GradientBuilder(TreeBuilder):
     ) -> Growth:
         """The same of an axis whose new size is no multiple; what fills it has no gradient that is known, or reads nothing."""
         assert self.rule is not None
-        space, filling = carrier(self.sizes.architecture, path), self.fillings
+        filling = self.fillings
         padded, filled = filling.padded(partial.axis), partial.axis in filling.filled
         gain = is_gain(self.rule)
         if role == "in":

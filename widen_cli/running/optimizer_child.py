@@ -33,7 +33,7 @@ def _order(values: dict[str, Any]) -> dict[str, Any]:
     from transformers.trainer_pt_utils import get_parameter_names
 
     stated = values.get("architectures") or []
-    kind = getattr(transformers, str(stated[0]), None) if stated else None
+    kind: Any = getattr(transformers, str(stated[0]), None) if stated else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         told = f"no class {stated[0]}" if stated else "no class for a config without architectures"
         return {"fault": f"transformers {transformers.__version__} has {told}"}
