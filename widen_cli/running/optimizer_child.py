@@ -34,7 +34,8 @@ def _order(values: dict[str, Any]) -> dict[str, Any]:
 
     stated = values.get("architectures") or []
     kind: Any = getattr(transformers, str(stated[0]), None) if stated else None
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not known:
         told = f"no class {stated[0]}" if stated else "no class for a config without architectures"
         return {"fault": f"transformers {transformers.__version__} has {told}"}
     try:
