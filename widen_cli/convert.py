@@ -208,6 +208,7 @@ def _request(options: Options) -> PlanRequest:
         fill=options.fill,
         seed=options.seed,
         split=Asked(options.split, options.noise, options.seed),
+        gradients=options.optimizer is not None,
     )
 
 

@@ -153,27 +153,32 @@ class _Writing:
 def _write_file(job: Job, writing: _Writing) -> None:
     (shard,) = job.shards
     with ExitStack() as stack:
-        config = _open_config(job, stack)
+        beside = _open_beside(job, stack)
         if is_stream(job.options.output):
             with StreamOutput(job.options.output) as output:
                 writing.shard(shard, output, forward_only=True)
                 writing.finish()
-            commit(*config)
+            commit(*beside)
             return
         file = stack.enter_context(FileOutput(job.options.output, shard.nbytes, job.options.force))
         writing.shard(shard, file, forward_only=False)
         writing.finish()
-        commit(file, *config)
+        commit(file, *beside)
 
 
 def _write_parts(job: Job, writing: _Writing) -> None:
     """The numbered parts of a GGUF."""
     with ExitStack() as stack:
-        config = _open_config(job, stack)
+        beside = _open_beside(job, stack)
         names = [shard.name for shard in job.shards]
         parts = PartsOutput(job.options.output, names, job.options.force, job.identity, job.leftover)
         writing.shards(stack.enter_context(parts))
-        commit(parts, *config)
+        commit(parts, *beside)
+
+
+def _open_beside(job: Job, stack: ExitStack, folder: DirectoryOutput | None = None) -> list[FileOutput]:
+    """Writes a config of its own and what else is no part of the model; what is to be put in place with the weights."""
+    return [*_open_config(job, stack), *(output for each in job.beside for output in each.write(stack, folder))]
 
 
 def _open_config(job: Job, stack: ExitStack) -> list[FileOutput]:
@@ -190,10 +195,10 @@ def _open_config(job: Job, stack: ExitStack) -> list[FileOutput]:
 
 def _write_directory(job: Job, writing: _Writing) -> None:
     with ExitStack() as stack:
-        config = _open_config(job, stack)
         target = job.options.output.rstrip("/")
         folder = stack.enter_context(DirectoryOutput(target, job.options.force, job.identity, job.leftover))
         writing.shards(folder)
+        beside = _open_beside(job, stack, folder)
         # The parts of a GGUF name each other; an index and a config.json are safetensors affairs.
         if len(job.shards) > 1 and not job.checkpoint.gguf:
             weight_map = {name: shard.name for shard in job.shards for _, name, _ in shard.tensors}
@@ -206,7 +211,7 @@ def _write_directory(job: Job, writing: _Writing) -> None:
                 _write_bytes(folder, name, content)
             else:
                 folder.copy(content, name)
-        commit(folder, *config)
+        commit(folder, *beside)
 
 
 def _write_bytes(folder: DirectoryOutput, name: str, data: bytes) -> None:

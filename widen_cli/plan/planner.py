@@ -15,6 +15,7 @@ from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.equalities import equalities
 from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.filling import COPY, Filling
+from widen_cli.plan.gradients import GradientBuilder
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
 from widen_cli.plan.growth import AxisGrowth, axis_growth, growing_axes, position_axes, position_calls
 from widen_cli.plan.layer_growth import LayerGrowth, by_layer, layer_factors
@@ -26,7 +27,7 @@ from widen_cli.plan.offers import NoScalingError, exact_alone, with_offer
 from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.parallel import lost_degrees
 from widen_cli.plan.partial import Partials, partial_axes, partial_output
-from widen_cli.plan.result import Plan, TensorPlan
+from widen_cli.plan.result import Gradient, Plan, TensorPlan
 from widen_cli.plan.rotary import (
     Rotary,
     divisors,
@@ -51,7 +52,8 @@ class PlanRequest:
     """What the user asked for and, in `settings`, said of the model; `file` is the input's name in messages.
 
     `root` stands in front of all tensor names that the map knows. `times` are factors of their own on
-    tensors, by name; `layers` is what grows in some layers only. `approximate`: another function may come of it.
+    tensors, by name; `layers` is what grows in some layers only. `approximate`: another function may come of it. With
+    `gradients` the plan says what becomes of these too.
 
     `back`: of a model that was made before, whose types may be others since: they do not rule out the layout that was taken.
     `scalars` are the tensors that took factors in place of weights then, None where that is not known. `alone`: a growth that
@@ -77,6 +79,7 @@ class PlanRequest:
     back: bool = False
     scalars: frozenset[str] | None = None
     alone: bool = False
+    gradients: bool = False
 
 
 def make_plan(
@@ -245,7 +248,15 @@ class _Planner:
             scalars=scaled_scalars(self.architecture, arranged.tensors),
             layers=tuple(map(str, self.request.layers)),
             approximate=self.rotary.approximate,
+            gradients=self.gradients(mode, scales, arranged.layout) if self.request.gradients else {},
         )
+
+    def gradients(self, mode: str, scales: dict[str, Any], layout: str) -> dict[str, Gradient]:
+        """What becomes of every matched tensor's gradient."""
+        builder = GradientBuilder(
+            self.sizes, self.growth.factors, scales, self.spaces, MODES[mode], layout, self.rotary, self.filling
+        )
+        return {item.tensor.name: builder.gradient(item, self.match) for item in self.match.matched}
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
         """The tensors' plans, with copies laid as was asked for or as quantised blocks allow."""
@@ -454,6 +465,11 @@ class _Planner:
         return [note] if note else []
 
     def warn(self) -> None:
+        axes = self.architecture.axes
+        if self.request.gradients and any(axes[axis].padded and by != 1 for axis, by in self.growth.factors.items()):
+            self.warnings.append(
+                "--optimizer: a larger vocabulary adds to the sum under the softmax, so the gradients are those of another loss"
+            )
         self.warnings += lost_degrees(self.sizes, wide_sizes(self.sizes, self.growth.factors))
         odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
         plain = [tensor for tensor in self.match.carried if tensor not in odd]

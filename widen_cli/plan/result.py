@@ -179,6 +179,19 @@ class ConfigChange:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """What becomes of a tensor's gradient: a tree of factors for each stored dimension, zeros where there is none.
+
+    Of `unknown` entries the zeros say only that nothing follows from the narrow gradient; `reason` is why nothing does of any.
+    """
+
+    growth: tuple[Growth, ...] = ()
+    scale: Scale = ONE
+    unknown: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that one run will write, resolved before a byte moves.
 
@@ -187,7 +200,8 @@ class Plan:
     `tensors` stands in the order of the input; `warnings` are for the user; `rebuilt` says what layers the model has in place
     of those it had, `made_of` what it was before it became one of another kind, `layers` what grows in some layers only.
     `approximate` says why the result computes another function, and is empty where it does not. `layout` is the one taken,
-    `scalars` are tensors that take factors in place of weights.
+    `scalars` are tensors that take factors in place of weights. `gradients` are those of the tensors by their stored names,
+    where they were asked for.
     """
 
     architecture: str
@@ -211,6 +225,7 @@ class Plan:
     layers: tuple[str, ...] = ()
     layout: str = "interleave"
     scalars: tuple[str, ...] = ()
+    gradients: dict[str, Gradient] = field(default_factory=dict)
 
     @property
     def named_factors(self) -> dict[str, int | str]:
