@@ -89,6 +89,7 @@ class ScheduleSection(_Section):
 
 
 class DepthSection(_Section):
+    behind: str | None = None
     zero: list[str] = []
     per_layer: list[str] = []
     numbers: list[str] = []
@@ -97,6 +98,11 @@ class DepthSection(_Section):
     schedules: list[ScheduleSection] = []
     reasons: list[DepthReasonSection] = []
     fixed: list[DepthReasonSection] = []
+
+
+class NumberedSection(_Section):
+    layers: str
+    heads: str
 
 
 class UpcycleSection(_Section):
@@ -141,7 +147,7 @@ class MapDocument(_Section):
     untie: list[str] = []
     drop: list[str] = []
     output: str | None = None
-    sidecars: dict[str, dict[str, str]] = {}
+    sidecars: dict[str, dict[str, str | NumberedSection]] = {}
     rope: RopeSection | None = None
     depth: DepthSection = DepthSection()
     upcycle: UpcycleSection | None = None

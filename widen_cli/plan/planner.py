@@ -22,8 +22,9 @@ from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
 from widen_cli.plan.made import with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
+from widen_cli.plan.numbered import numbered_heads
 from widen_cli.plan.packed import NUMBERS, PackedWeight
-from widen_cli.plan.parallel import lost_degrees
+from widen_cli.plan.parallel import undivided, undivided_multiples
 from widen_cli.plan.partial import Partials, partial_axes, partial_output
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_fraction, rotary_method, why_none
@@ -219,6 +220,9 @@ class _Planner:
             equal_pairs=self.spaces.stored_ties(),
             output=self.architecture.output,
             layers=tuple(map(str, self.request.layers)),
+            numbered=numbered_heads(
+                self.sizes, self.growth.factors, self.filling.partials, self.rotary, arranged.layout
+            ),
         )
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
@@ -376,9 +380,11 @@ class _Planner:
         return next((self.sizes.known.get(axis, 0) for axis in self.rotary.axes), 0)
 
     def assumptions(self) -> list[str]:
-        """What was taken on the user's word: no shape can tell it."""
+        """What was taken on the user's word, which no shape can tell, and what a model so large does not divide by."""
         settings = ", ".join(f"{key} = {value}" for key, value in self.request.settings.items())
-        return [f"taken from --set: {settings}"] if settings else []
+        told = [f"taken from --set: {settings}"] if settings else []
+        odd = undivided_multiples(self.sizes, wide_sizes(self.sizes, self.growth.factors))
+        return [*told, odd] if odd else told
 
     def wide_output(self, scales: dict[str, Any], layout: str) -> list[str]:
         """How a bare model's hidden states come out; heads undo it."""
@@ -395,7 +401,7 @@ class _Planner:
         return [f"hidden states, where they are the output, stand {copies}x {how}{times}"]
 
     def warn(self) -> None:
-        self.warnings += lost_degrees(self.sizes, wide_sizes(self.sizes, self.growth.factors))
+        self.warnings += undivided(self.sizes, wide_sizes(self.sizes, self.growth.factors))
         odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
         plain = [tensor for tensor in self.match.carried if tensor not in odd]
         for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):

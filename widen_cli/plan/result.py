@@ -12,6 +12,7 @@ from widen_cli.dimensions import Fill, Growth, fills, leaf_scales, scaled
 from widen_cli.dtypes import STORED, DType
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import StoredHeader
+from widen_cli.plan.numbered import Numbered
 from widen_cli.scales import ONE, Scale
 
 EXACT, ROUNDS, DEPENDS = "exact", "rounds", "depends on values"
@@ -182,7 +183,8 @@ class Plan:
     `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states;
     `tensors` stands in the order of the input; `warnings` are for the user; `rebuilt` says what layers the model has in place
     of those it had, `made_of` what it was before it became one of another kind, `layers` what grows in some layers only.
-    `approximate` says why the result computes another function, and is empty where it does not.
+    `approximate` says why the result computes another function, and is empty where it does not. `numbered` says of heads that
+    files beside the model name by their numbers where they go.
     """
 
     architecture: str
@@ -203,6 +205,7 @@ class Plan:
     approximate: str = ""
     made_of: str = ""
     layers: tuple[str, ...] = ()
+    numbered: dict[str, dict[str, Numbered]] = field(default_factory=dict)
 
     @property
     def named_factors(self) -> dict[str, int | str]:
