@@ -11,7 +11,7 @@ from test_plan import LLAMA, llama, planned
 from widen_cli.config import ModelConfig
 from widen_cli.errors import WidenError
 from widen_cli.maps import catalog_map
-from widen_cli.plan.parallel import undivided, undivided_multiples
+from widen_cli.plan.parallel import undivided
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.wishes import EXAMPLES, parse_grow, said_as_factors, wished
 
@@ -169,26 +169,20 @@ def test_tensor_parallel_degrees_that_new_sizes_do_not_divide_by() -> None:
     old = sizes({"hidden": 4096, "intermediate": 11008, "heads": 9, "kv_heads": 8, "head_dim": 128, "vocab": 100})
     new = sizes({"hidden": 4098, "intermediate": 11012, "heads": 12, "kv_heads": 10, "head_dim": 129, "vocab": 104})
     assert list(undivided(old, new)) == [
-        "hidden grows from 4096 to 4098, which tensor-parallel degrees of 4 and 8 do not divide, as they did before; "
+        "hidden grows from 4096 to 4098, which tensor-parallel degrees of 4 and 8 do not divide any more; "
         "hidden=round:8 in --grow gives a size that they do",
-        "intermediate grows from 11008 to 11012, which tensor-parallel degrees of 8 do not divide, as they did before; "
+        "intermediate grows from 11008 to 11012, which tensor-parallel degrees of 8 do not divide any more; "
         "intermediate=round:8 in --grow gives a size that they do",
         "heads grows from 9 to 12, which tensor-parallel degrees of 8 do not divide; heads=round:8 in --grow gives a size that "
         "they do",
-        "kv_heads grows from 8 to 10, which tensor-parallel degrees of 4 and 8 do not divide, as they did before; "
+        "kv_heads grows from 8 to 10, which tensor-parallel degrees of 4 and 8 do not divide any more; "
         "kv_heads=round:8 in --grow gives a size that they do",
     ]
     few = sizes({"kv_heads": 1})
     assert not list(undivided(sizes({"kv_heads": 2}), sizes({"kv_heads": 4})))
-    assert undivided_multiples(few, sizes({"kv_heads": 2})) == ""
-    assert undivided_multiples(few, sizes({"kv_heads": 3})) == (
-        "tensor-parallel degrees divide all new sizes but kv_heads 3 (not by 2 and 4 and 8)"
-    )
+    assert [text[:28] for text in undivided(few, sizes({"kv_heads": 3}))] == []
 
 
-def test_multiples_are_noted_and_other_sizes_warned_of() -> None:
+def test_sizes_are_warned_of_and_multiples_are_not() -> None:
     plan = planned(llama(), LLAMA, "heads=2,kv_heads=2,intermediate=22")
-    assert plan.notes == (
-        "tensor-parallel degrees divide all new sizes but heads 12 (not by 8), kv_heads 6 (not by 4 and 8)",
-    )
-    assert [text.partition(",")[0] for text in plan.warnings] == ["intermediate grows from 20 to 22"]
+    assert [text.partition(",")[0] for text in plan.warnings] == ["intermediate grows from 10 to 22"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.partial import Partials
-from widen_cli.plan.rotary import Rotary
 from widen_cli.plan.sizes import Sizes
 
 
@@ -54,13 +53,12 @@ class Numbered:
 
 
 def numbered_heads(
-    sizes: Sizes, factors: Mapping[str, Factor], partials: Partials, rotary: Rotary, layout: str
+    sizes: Sizes, factors: Mapping[str, Factor], partials: Partials, tiles: Callable[[str], bool]
 ) -> dict[str, dict[str, Numbered]]:
-    """By file and key the pairs that a map speaks of, with where the heads go that are laid so."""
+    """By file and key the pairs that a map speaks of, with where the heads go; `tiles`: whether an axis stands after itself."""
 
     def numbered(stack: str, axis: str) -> Numbered:
-        tiled = rotary.tiles(axis, layout == "tile")
-        return Numbered(stack, _copies(sizes.known[axis], factors[axis], partials, axis, tiled))
+        return Numbered(stack, _copies(sizes.known[axis], factors[axis], partials, axis, tiles(axis)))
 
     return {
         file: {key: numbered(*said) for key, said in keys.items() if said[1] in sizes.known}

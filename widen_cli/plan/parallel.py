@@ -11,24 +11,17 @@ DEGREES = (2, 4, 8)
 
 
 def undivided(old: Sizes, new: Sizes) -> Iterator[str]:
-    """A warning for each axis whose new size, no multiple of the old one, such degrees do not divide: another size would do."""
+    """A warning for each axis whose new size, no multiple of the old one, such degrees do not divide.
+
+    Multiples divide by all that the old size did, so nothing that the model could do is lost there.
+    """
     for axis, here, there, degrees in _unfit(old, new):
         if there % here:
-            lost = ", as they did before" if all(_divides(old, axis, degree) for degree in degrees) else ""
+            lost = " any more" if all(_divides(old, axis, degree) for degree in degrees) else ""
             yield (
                 f"{axis} grows from {here} to {there}, which tensor-parallel degrees of {_listed(degrees)} do not divide{lost}; "
                 f"{axis}=round:{degrees[-1]} in --grow gives a size that they do"
             )
-
-
-def undivided_multiples(old: Sizes, new: Sizes) -> str:
-    """The same of axes that grow by whole factors, for the plan's notes: what divides an old size divides its multiples."""
-    found = [
-        f"{axis} {there} (not by {_listed(degrees)})"
-        for axis, here, there, degrees in _unfit(old, new)
-        if there != here and there % here == 0
-    ]
-    return f"tensor-parallel degrees divide all new sizes but {', '.join(found)}" if found else ""
 
 
 def _unfit(old: Sizes, new: Sizes) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:

@@ -24,7 +24,7 @@ from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_lay
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.numbered import numbered_heads
 from widen_cli.plan.packed import NUMBERS, PackedWeight
-from widen_cli.plan.parallel import undivided, undivided_multiples
+from widen_cli.plan.parallel import undivided
 from widen_cli.plan.partial import Partials, partial_axes, partial_output
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.rotary import Rotary, divisors, rotary_changes, rotary_fraction, rotary_method, why_none
@@ -221,7 +221,10 @@ class _Planner:
             output=self.architecture.output,
             layers=tuple(map(str, self.request.layers)),
             numbered=numbered_heads(
-                self.sizes, self.growth.factors, self.filling.partials, self.rotary, arranged.layout
+                self.sizes,
+                self.growth.factors,
+                self.filling.partials,
+                lambda axis: self.rotary.tiles(axis, arranged.layout == "tile"),
             ),
         )
 
@@ -380,11 +383,9 @@ class _Planner:
         return next((self.sizes.known.get(axis, 0) for axis in self.rotary.axes), 0)
 
     def assumptions(self) -> list[str]:
-        """What was taken on the user's word, which no shape can tell, and what a model so large does not divide by."""
+        """What was taken on the user's word: no shape can tell it."""
         settings = ", ".join(f"{key} = {value}" for key, value in self.request.settings.items())
-        told = [f"taken from --set: {settings}"] if settings else []
-        odd = undivided_multiples(self.sizes, wide_sizes(self.sizes, self.growth.factors))
-        return [*told, odd] if odd else told
+        return [f"taken from --set: {settings}"] if settings else []
 
     def wide_output(self, scales: dict[str, Any], layout: str) -> list[str]:
         """How a bare model's hidden states come out; heads undo it."""
