@@ -60,6 +60,7 @@ MIXED = {
     "qwen2moe": "hidden=2,expert_intermediate=3,shared_intermediate=5,heads=2,kv_heads=2",
     "qwen3moe": "hidden=2,expert_intermediate=3,heads=2,kv_heads=2",
     "qwen3moe-derived": "hidden=2,intermediate=3,expert_intermediate=3,heads=3",
+    "glm4moe": "hidden=2,intermediate=5,expert_intermediate=3,heads=2,kv_heads=2",
     "deepseek2": "hidden=2,intermediate=5,expert_intermediate=3,heads=3",
     "deepseek2-lite": "hidden=3,heads=2",
 }

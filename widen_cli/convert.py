@@ -54,7 +54,7 @@ def prepare(options: Options) -> Job:
         standing = may_be_complete(options, directory)
         check_targets(replace(options, force=options.force or standing), checkpoint, config_target, directory, doubts)
         checkpoint, plan, doubtful = _planned(options, checkpoint, request, faults)
-        companions = companions_of(checkpoint, options.input, options.output, plan.sidecars)
+        companions = companions_of(checkpoint, options.input, options.output, plan.sidecars, plan.numbered)
         shards = output_shards(plan, checkpoint, options.input, options.output, options.max_shard_size, directory)
         identity = identity_of(plan, checkpoint, shards, options)
         leftover: Leftover | None = None
@@ -122,10 +122,12 @@ def _planned(
     if options.experts is not None:
         made = upcycled(options, checkpoint, choice)
         checkpoint, architecture = made.checkpoint, made.architecture
+        checkpoint = view.counted(checkpoint) if view is not None else checkpoint
         request = replace(request, times=made.times)
     target = made.architecture if made else None
     if request.layers:
         checkpoint, architecture = with_layers(options, checkpoint, architecture, request.layers)
+        checkpoint = view.counted(checkpoint) if view is not None else checkpoint
         target = architecture if architecture is not source else None
     unread = () if options.map is None else unread_epsilons(source, checkpoint.config, options.map)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)

@@ -146,12 +146,14 @@ class DepthReason:
 class Depth:
     """What --depth needs to know of a family.
 
+    `behind` is the config key that says how many of the layers that are counted stand behind the last one, where they stay.
     `zero` are the weights that make nothing in a layer which passes the stream on, where shapes do not tell. `per_layer` are
     config keys with a value for each layer, `numbers` those that list layers by number, `runs` those of `[kinds, times]`,
     `roots` those that the model divides by the root of the number of layers. `reasons` say under which condition no layer
     passes the stream on, `fixed` under which layers cannot be numbered anew.
     """
 
+    behind: str | None = None
     zero: tuple[str, ...] = ()
     per_layer: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
@@ -215,6 +217,8 @@ class ArchitectureMap:
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
     a weight makes, by the weight's name. `norms` says by an axis, or by "" for all others, which norm runs over it.
+    `sidecars` are the axes of widths that files beside the model state, by file and key, `numbered` the stack and the axis of
+    heads that are named there by their numbers.
     `todo` is what is not decided yet, with its places: such a map widens nothing.
     `merged` is the document itself, with what it extends.
     """
@@ -239,6 +243,7 @@ class ArchitectureMap:
     drop: tuple[str, ...]
     output: tuple[str, ...]
     sidecars: dict[str, dict[str, str]]
+    numbered: dict[str, dict[str, tuple[str, str]]]
     section: str = ""
     carried: tuple[tuple[str, Place], ...] = ()
     outputs: dict[str, str] = field(default_factory=dict)

@@ -92,6 +92,7 @@ class ScheduleSection(_Section):
 
 
 class DepthSection(_Section):
+    behind: str | None = None
     zero: list[str] = []
     per_layer: list[str] = []
     numbers: list[str] = []
@@ -100,6 +101,11 @@ class DepthSection(_Section):
     schedules: list[ScheduleSection] = []
     reasons: list[DepthReasonSection] = []
     fixed: list[DepthReasonSection] = []
+
+
+class NumberedSection(_Section):
+    layers: str
+    heads: str
 
 
 class UpcycleSection(_Section):
@@ -147,7 +153,7 @@ class MapDocument(_Section):
     drop: list[str] = []
     output: str | list[str] = []
     outputs: dict[str, str] = {}
-    sidecars: dict[str, dict[str, str]] = {}
+    sidecars: dict[str, dict[str, str | NumberedSection]] = {}
     rope: RopeSection | None = None
     depth: DepthSection = DepthSection()
     upcycle: UpcycleSection | None = None

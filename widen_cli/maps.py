@@ -45,6 +45,7 @@ from widen_cli.map_rules import (
     says_tied,
 )
 from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
+from widen_cli.map_sidecars import sidecar_sections
 from widen_cli.map_slips import slips
 from widen_cli.map_upcycle import layered_section, upcycle_section
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
@@ -104,6 +105,7 @@ class _Compiler:
                 Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
                 for n, tie in enumerate(document.tied)
             )
+            widths, numbered = sidecar_sections(document, self.fault)
             return ArchitectureMap(
                 architecture=document.architecture,
                 file=self.shown,
@@ -130,7 +132,8 @@ class _Compiler:
                 untie=tuple(dict.fromkeys([*says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
                 output=_outputs(document),
-                sidecars=document.sidecars,
+                sidecars=widths,
+                numbered=numbered,
                 section=document.section,
                 carried=tuple((text, self.data.place(("carried", n))) for n, text in enumerate(document.carried)),
                 outputs=document.outputs,
@@ -360,11 +363,6 @@ class _Compiler:
             *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(growth.named)),
             *((("multipliers", n), key, document.config) for n, key in enumerate(document.multipliers)),
             *((("untie", n), key, document.config) for n, key in enumerate(document.untie)),
-            *(
-                (("sidecars", file, key), axis, document.axes)
-                for file, keys in document.sidecars.items()
-                for key, axis in keys.items()
-            ),
         ]
         patterns = {name.rstrip("?") for name in document.tensors}
         for number, tie in enumerate(document.tied):

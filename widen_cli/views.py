@@ -45,8 +45,10 @@ class Shared:
         if not self.tensor.source.sequential:
             return self.tensor
         if self._held is None:
-            data = self.tensor.source.read(self.tensor.offset, self.tensor.nbytes)
-            self._held = HeldSource(self.tensor.source.name, data)
+            source = self.tensor.source
+            # A tensor that is made itself, as an expert's of a new layer is: of the pipe it is one use.
+            given = source.taken() if isinstance(source, ViewSource) else source
+            self._held = HeldSource(source.name, given.read(self.tensor.offset, self.tensor.nbytes))
         held = replace(self.tensor, source=self._held, offset=0)
         self._left -= 1
         if not self._left:

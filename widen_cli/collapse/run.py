@@ -242,7 +242,8 @@ def _resolved(
     target = config_target_of(options, wide, directory)
     check_targets(options, wide, target, directory, faults)
     sidecars = {file: {key: Fraction(1, by) for key, by in keys.items()} for file, keys in plan.sidecars.items()}
-    companions = companions_of(wide, options.input, options.output, sidecars)
+    numbered = {file: {key: each.folded for key, each in keys.items()} for file, keys in plan.numbered.items()}
+    companions = companions_of(wide, options.input, options.output, sidecars, numbered)
     shards = output_shards(written, source, options.input, options.output, options.max_shard_size, directory)
     with faults.collecting():
         check_parts(options, source, shards, directory)
@@ -441,4 +442,4 @@ def _written(plan: Plan, folds: Mapping[str, Fold], wide: ModelConfig, narrow: M
         tensors.append(TensorPlan(header, (name,), fold.plan.pattern, fold.target))
     keys = [*wide.values, *(change.key for change in plan.config), *(was.config if was else ())]
     changes = config_changes(wide, narrow, keys)
-    return replace(plan, tensors=tuple(tensors), config=changes, sidecars={}, equal_pairs=())
+    return replace(plan, tensors=tuple(tensors), config=changes, sidecars={}, numbered={}, equal_pairs=())

@@ -150,6 +150,7 @@ class AdapterPlanner:
             dropped=tuple(dropped),
             config=(),
             sidecars={},
+            numbered={},
             notes=(f"goes with {self.base_file}, widened with the same options", *self.base_plan.notes),
             warnings=(),
             equal_pairs=(),

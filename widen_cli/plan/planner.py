@@ -23,9 +23,10 @@ from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
 from widen_cli.plan.made import scaled_scalars, with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
 from widen_cli.plan.modes import MODES
+from widen_cli.plan.numbered import numbered_heads
 from widen_cli.plan.offers import NoScalingError, exact_alone, with_offer
 from widen_cli.plan.packed import NUMBERS, PackedWeight
-from widen_cli.plan.parallel import lost_degrees
+from widen_cli.plan.parallel import undivided
 from widen_cli.plan.partial import Partials, partial_axes, partial_output
 from widen_cli.plan.result import Gradient, Plan, TensorPlan
 from widen_cli.plan.rotary import (
@@ -249,6 +250,12 @@ class _Planner:
             layers=tuple(map(str, self.request.layers)),
             approximate=self.rotary.approximate,
             gradients=self.gradients(mode, scales, arranged.layout) if self.request.gradients else {},
+            numbered=numbered_heads(
+                self.sizes,
+                self.growth.factors,
+                self.filling.partials,
+                lambda axis: self.rotary.tiles(axis, arranged.layout == "tile"),
+            ),
         )
 
     def gradients(self, mode: str, scales: dict[str, Any], layout: str) -> dict[str, Gradient]:
@@ -470,7 +477,7 @@ class _Planner:
             self.warnings.append(
                 "--optimizer: a larger vocabulary adds to the sum under the softmax, so the gradients are those of another loss"
             )
-        self.warnings += lost_degrees(self.sizes, wide_sizes(self.sizes, self.growth.factors))
+        self.warnings += undivided(self.sizes, wide_sizes(self.sizes, self.growth.factors))
         odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
         plain = [tensor for tensor in self.match.carried if tensor not in odd]
         for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):

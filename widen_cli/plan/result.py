@@ -12,6 +12,7 @@ from widen_cli.dimensions import Fill, Growth, Split, fills, leaf_scales, scaled
 from widen_cli.dtypes import STORED, DType
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import StoredHeader
+from widen_cli.plan.numbered import Numbered
 from widen_cli.scales import ONE, Scale
 
 EXACT, ROUNDS, DEPENDS = "exact", "rounds", "depends on values"
@@ -201,7 +202,7 @@ class Plan:
     of those it had, `made_of` what it was before it became one of another kind, `layers` what grows in some layers only.
     `approximate` says why the result computes another function, and is empty where it does not. `layout` is the one taken,
     `scalars` are tensors that take factors in place of weights. `gradients` are those of the tensors by their stored names,
-    where they were asked for.
+    where they were asked for. `numbered` says of heads that files beside the model name by their numbers where they go.
     """
 
     architecture: str
@@ -226,6 +227,7 @@ class Plan:
     layout: str = "interleave"
     scalars: tuple[str, ...] = ()
     gradients: dict[str, Gradient] = field(default_factory=dict)
+    numbered: dict[str, dict[str, Numbered]] = field(default_factory=dict)
 
     @property
     def named_factors(self) -> dict[str, int | str]:

@@ -75,6 +75,7 @@ def deepened(
         notes=tuple(note for deep in built for note in deep.notes),
         warnings=(*warnings, *(text for deep in built for text in deep.doubts())),
         approximate=approximate,
+        layers={deep.stack.pattern: deep.numbers for deep in built},
     )
 
 
@@ -88,21 +89,19 @@ def refuse_depth(options: Options) -> None:
             f"{said}: an adapter's layers are those of its base; a deeper base takes one that is trained on it, "
             "or merge the adapter into its base first"
         )
-    for given, other in (
-        (options.experts is not None, "--experts"),
-        ("@" in (options.grow or ""), "--grow ...@LAYERS"),
-    ):
-        if given:
-            raise WidenError(f"{said}: does not go together with {other}; give each to a run of its own, --depth first")
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """Layers that a map repeats: the pattern of their names, the config keys that count them, and how many there are."""
+    """Layers that a map repeats: the pattern of their names, the config keys that count them, and how many there are.
+
+    `behind`: how many of those that the keys count stand behind the last one, so that `count` leaves them out.
+    """
 
     pattern: str
     keys: tuple[str, ...]
     count: int
+    behind: int = 0
 
     @property
     def word(self) -> str:
@@ -113,12 +112,29 @@ class _Stack:
 def _stacks(architecture: ArchitectureMap, match: Match, checkpoint: Checkpoint) -> list[_Stack]:
     counts = layer_counts(architecture, match, checkpoint.config)
     names = [tensor.name for tensor in checkpoint.tensors]
+    behind = _behind(architecture, checkpoint)
     stacks = [
-        _Stack(pattern, keys, counts[pattern])
+        _Stack(pattern, keys, counts[pattern] - behind, behind)
         for pattern, keys in architecture.repeats.items()
         if pattern.count("*") == 1 and any(_number(match, pattern, name) for name in names)
     ]
     return [stack for stack in stacks if stack.count > 0]
+
+
+FURTHER = "nextn_predict_layers"  # a GGUF's key for layers that predict further tokens; its block_count has them too
+
+
+def _behind(architecture: ArchitectureMap, checkpoint: Checkpoint) -> int:
+    """How many of the layers that are counted stand behind the last one. Raises WidenError where the map does not say it."""
+    key = architecture.depth.behind
+    found = checkpoint.config.get(key or FURTHER, 0)
+    number = found if isinstance(found, int) else 0
+    if number > 0 and key is None:
+        raise WidenError(
+            f"{printable(checkpoint.name)}: {FURTHER} is {number}: that many of its layers predict further tokens and stay behind "
+            f"the others, of which map '{architecture.architecture}' says nothing; say there 'depth: {{behind: {FURTHER}}}'"
+        )
+    return max(0, number)
 
 
 def _number(match: Match, pattern: str, name: str) -> tuple[int, int] | None:
@@ -250,6 +266,14 @@ class _Deep:
                 yield Piece(f"{name[:start]}{number}{name[stop:]}", piece.stored, item)
 
     @property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The new numbers of each old layer, without those of layers that only take its weights."""
+        return tuple(
+            tuple(number for number, slot in enumerate(self.slots) if slot.source == layer and not slot.passes)
+            for layer in range(self.stack.count)
+        )
+
+    @property
     def told(self) -> str:
         return f"layers {self.stack.count} -> {len(self.slots)}"
 
@@ -291,7 +315,7 @@ def _counts(
     """The keys that count layers, with what they hold now; one that another stack went by is given to that."""
     config = checkpoint.config
     first = {stack.pattern: stack.keys[0] for stack in stacks}
-    totals = {deep.stack.pattern: len(deep.slots) for deep in built}
+    totals = {deep.stack.pattern: len(deep.slots) + deep.stack.behind for deep in built}
     changed: dict[str, int] = {}
     for stack in stacks:
         if stack.pattern in totals:
@@ -301,6 +325,6 @@ def _counts(
     for stack in stacks:
         used = next((key for key in stack.keys if key in config), None)
         if stack.pattern not in totals and used in changed:
-            changed[stack.keys[0]] = stack.count
+            changed[stack.keys[0]] = stack.count + stack.behind
     for key, new in changed.items():
         yield ConfigChange(key, config.get(key), new, EXACT)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.plan import Plan
@@ -39,7 +39,8 @@ class View:
     """What a rebuilt model is made of: pieces in the order of the bytes they take, so that a pipe can give them.
 
     `config` are the values that change with it, `told` says in few words what was done, `notes` and `warnings` say more.
-    `approximate` says why the function is another, and is empty where it is the same.
+    `approximate` says why the function is another, and is empty where it is the same; `layers` are by stack the new numbers of
+    each old layer.
     """
 
     pieces: tuple[Piece, ...]
@@ -48,15 +49,20 @@ class View:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     approximate: str = ""
+    layers: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint as the view sees it."""
-        values = {change.key: change.new for change in self.config}
         uses = Counter(piece.stored.name for piece in self.pieces if piece.item is None)
         shared = {tensor.name: Shared(tensor, uses[tensor.name]) for tensor in checkpoint.tensors}
         tensors = tuple(piece.tensor(shared[piece.stored.name]) for piece in self.pieces)
         stored = checkpoint.stored or checkpoint.tensors
-        return replace(checkpoint, tensors=tensors, stored=stored, config=checkpoint.config.with_values(values))
+        return self.counted(replace(checkpoint, tensors=tensors, stored=stored))
+
+    def counted(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with the new values of its config, as where it became another kind by the old ones."""
+        values = {change.key: change.new for change in self.config}
+        return replace(checkpoint, config=checkpoint.config.with_values(values))
 
     def planned(self, plan: Plan) -> Plan:
         """The plan made of such a checkpoint, with what the view did before."""
@@ -65,6 +71,10 @@ class View:
             config=_joined(self.config, plan.config),
             rebuilt=self.told,
             approximate="; ".join(filter(None, (self.approximate, plan.approximate))),
+            numbered={
+                file: {key: replace(each, layers=self.layers.get(each.stack)) for key, each in keys.items()}
+                for file, keys in plan.numbered.items()
+            },
             notes=(*self.notes, *plan.notes),
             warnings=(*self.warnings, *plan.warnings),
         )
