@@ -275,7 +275,7 @@ _GLM: dict[str, Value] = {
     **_SIGMOID,
     "leading_dense_block_count": 1,
     "expert_shared_count": 2,
-    "expert_weights_scale": 1.5,
+    "expert_weights_scale": 6.0,
     "attention.key_length": 10,
     "attention.value_length": 10,
     "rope.dimension_count": 4,

@@ -94,7 +94,7 @@ def _trial(draw: random.Random, variants: Sequence[str]) -> Trial:
         asked["grow"] = grow
     elif draw.random() < 0.7:
         asked["factor"] = draw.choice((2, 3))
-    if draw.random() < 0.5:
+    if draw.random() < 0.5 and config.model_type != "bert":
         asked["depth"] = (draw.choice(("2x", "+1", "+1@0", "+2@end", "+3")),)
     if config.model_type in UPCYCLED and draw.random() < 0.4:
         slices = draw.choice((1, 1, 2, 5))
@@ -102,11 +102,11 @@ def _trial(draw: random.Random, variants: Sequence[str]) -> Trial:
         asked |= {"experts": slices * copies, "slices": slices, "router": draw.choice(("random", "random", "zero"))}
         if draw.random() < 0.5:
             asked["top_k"] = slices * draw.randint(1, copies)
-    asked |= {"untie": True} if draw.random() < 0.2 else {}
+    asked |= {"untie": True} if draw.random() < 0.2 and getattr(config, "tie_word_embeddings", True) else {}
     asked["scaling"] = draw.choice(("auto", "auto", "orthogonal", "copy", "sum", "quiet"))
     asked["layout"] = draw.choice(("auto", "auto", "tile"))
     asked["fill"] = draw.choice(("copy", "copy", "zero", "random"))
-    if draw.random() < 0.2:
+    if draw.random() < 0.2 and config.model_type not in ("bert", "gpt2"):
         asked["rope"] = draw.choice(("spread", "theta"))
     return Trial(variant, draw.choice((torch.float64,) * 4 + (torch.float32, torch.bfloat16)), asked)
 

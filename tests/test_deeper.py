@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ import models
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from llama_cpp import log_probabilities
 from sweeping import Sweep, trials
 from test_depth import PROMPTS, deepen
 
+from widen_cli.cli import cli
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
 from widen_cli.options import Options
 from widen_cli.verification import verify
+from widen_cli.writing import run
 
 WHISPER = next(
     family.variants["whisper"] for family in families_encoders.FAMILIES if "whisper" in family.variants
@@ -91,3 +95,60 @@ def test_heads_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None:
     assert str(refused.value) == (
         f"{told}: alignment_heads holds [0, 6], which is no [layer, head] of the model; correct it, or take it out"
     )
+
+
+def test_experts_and_layers_in_one_run_through_pipes_and_any_threads(tmp_path: Path) -> None:
+    models.build("llama", torch.float64).save_pretrained(tmp_path / "narrow", max_shard_size="1GB")
+    asked: dict[str, Any] = {"experts": 4, "slices": 2, "factor": 2}
+    job = deepen(tmp_path / "narrow", tmp_path / "wide", "2x", threads=1, **asked)
+    assert job.plan.grown.startswith("layers 2 -> 4, 4 experts made of a dense llama, hidden x2")
+    one, other = (models.outputs(tmp_path / name, torch.float64) for name in ("narrow", "wide"))
+    assert models.relative_error(one, other) <= 1e-12
+    assert not verify(Options(str(tmp_path / "narrow"), str(tmp_path / "wide")), lambda nbytes: None).differences
+    written = (tmp_path / "wide/model.safetensors").read_bytes()
+    deepen(tmp_path / "narrow", tmp_path / "threads", "2x", threads=4, **asked)
+    assert (tmp_path / "threads/model.safetensors").read_bytes() == written
+    given = ["--depth", "2x", "--experts", "4", "--slices", "2", "--factor", "2"]
+    piped = CliRunner().invoke(
+        cli,
+        ["convert", "-", f"{tmp_path}/piped/", "--config", str(tmp_path / "narrow/config.json"), *given],
+        (tmp_path / "narrow/model.safetensors").read_bytes(),
+    )
+    assert piped.exit_code == 0, piped.output
+    assert (tmp_path / "piped/model.safetensors").read_bytes() == written
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("qwen3", {"experts": 4, "factor": 2}), ("llama", {"grow": "intermediate=2x@1-2,heads=2x,kv_heads=2x"})],
+)
+def test_gguf_with_experts_or_ranges_of_layers(name: str, asked: dict[str, Any], tmp_path: Path) -> None:
+    family = gguf_families.FAMILIES.get(name) or gguf_families.Family("llama", gguf_families._llama_like())
+    source = gguf_families.write_family(family, tmp_path / "narrow.gguf")
+    deepen(source, tmp_path / "deep.gguf", "+1@0", **asked)
+    one, other = (log_probabilities(path, PROMPTS) for path in (source, tmp_path / "deep.gguf"))
+    assert np.abs(one - other).max() <= 2e-4
+    assert not verify(Options(str(source), str(tmp_path / "deep.gguf")), lambda nbytes: None).differences
+
+
+@pytest.mark.parametrize("asked", [{"factor": 2}, {"experts": 4}], ids=["width", "experts"])
+def test_an_interrupted_run_of_both_goes_on(asked: dict[str, Any], tmp_path: Path) -> None:
+    models.build("llama", torch.float64).save_pretrained(tmp_path / "narrow")
+    deepen(tmp_path / "narrow", tmp_path / "whole", "2x", max_shard_size="60KB", **asked)
+    options = Options(
+        str(tmp_path / "narrow"), str(tmp_path / "out"), depth=("2x",), max_shard_size="60KB", threads=1, **asked
+    )
+    written = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        if written > 300_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(prepare(options), progress)
+    report = run(prepare(replace(options, resume=True)), lambda nbytes: None)
+    assert report.notes[0].startswith("resumed: ")
+    whole, out = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("whole", "out"))
+    assert whole == out
