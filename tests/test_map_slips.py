@@ -19,16 +19,18 @@ EVERY = """\
 architecture: every
 extends: parent
 match: {model_type: [every], gguf: [every], by_names: true}
+section: text_config
+carried: [tower.]
 prefixes: {model.: [""]}
 synonyms: {norm.gain: norm.weight}
 repeats: {model.layers.*: num_layers}
 parts: {model.layers.: true}
-config: {eps: 1e-5, theta: 10000.0, tied_words: true, scale: 1.0, short: null, num_layers: 12}
+config: {eps: 1e-5, theta: 10000.0, tied_words: true, scale: 1.0, short: null, num_layers: 12, num_behind: 0}
 places: {theta: [rope.theta]}
 axes:
   vocab: {key: vocab_size, fixed: true, padded: true}
   hidden: {key: [hidden_size, width], first: true}
-  inner: {key: inner_size}
+  inner: {key: inner_size, means: value * 2}
   experts: {key: num_experts, else: 2, grouped: tied_words}
   heads: {key: num_heads}
   head_dim: {size: hidden / heads}
@@ -64,14 +66,16 @@ tensors:
 tied: [{tensor: head.weight, to: model.embed.weight, when: tied_words}]
 untie: [tied_words]
 drop: [model.buffer]
-sidecars: {pooling.json: {dimension: hidden}}
+sidecars: {pooling.json: {dimension: hidden, aligned: {layers: model.layers.*, heads: heads}}}
 rope:
   keys: [theta]
   lists: [short]
+  sections: [rope]
   tensor: freqs.weight
   methods: {spread: true, frequencies: tied_words}
   reasons: [{if: tied_words, why: so it is}]
 depth:
+  behind: num_behind
   zero: [model.layers.*.o.weight]
   per_layer: [kinds]
   numbers: [some_layers]

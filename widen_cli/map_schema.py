@@ -201,12 +201,15 @@ _WORDS = {
 
 
 def _faults(data: MapData, found: Sequence[Any]) -> list[str]:
-    """One text a fault: the several types that a value might have been are said together."""
+    """One text a fault: the several types that a value might have been are said together, unless one was taken for it."""
     texts: list[str] = []
     wanted: dict[Keys, list[str]] = {}
+    taken: set[Keys] = set()
     for fault in found:
         path, kind = tuple(fault["loc"]), fault["type"]
         real = real_path(data, path)
+        if kind == "missing" or real[-1:] == path[-1:]:
+            taken.add(real_path(data, path[:-1]))
         if kind in _WORDS:
             words = wanted.setdefault(real, [])
             words += [_WORDS[kind]] if _WORDS[kind] not in words else []
@@ -221,6 +224,7 @@ def _faults(data: MapData, found: Sequence[Any]) -> list[str]:
     texts += [
         f"{data.key_place(real)}: '{'.'.join(map(str, real))}' has to be {' or '.join(words)}"
         for real, words in wanted.items()
+        if real not in taken
     ]
     return texts
 
@@ -245,6 +249,8 @@ def _section(path: Keys) -> type[BaseModel] | None:
     kind: Any = MapDocument
     for part in path:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if part == kind.__name__:  # one of the kinds that might stand there
+                continue
             fields = {field.alias or name: field for name, field in kind.model_fields.items()}
             kind = fields[str(part)].annotation if part in fields else None
         else:

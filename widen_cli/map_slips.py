@@ -24,13 +24,13 @@ def slips(document: MapDocument) -> Iterator[Fault]:
 
 
 def _beginnings(document: MapDocument) -> Iterator[Fault]:
-    """Prefixes and parts are beginnings of names, whole parts of them; a part may be a whole name."""
+    """Prefixes and parts are beginnings of names, whole parts of them, or whole names."""
     names = {name.rstrip("?") for name in document.tensors}
-    known = {name[: dot.end()] for name in names for dot in re.finditer(r"\.", name)}
-    for section, keys, more in (("prefixes", document.prefixes, set[str]()), ("parts", document.parts, names)):
+    known = names | {name[: dot.end()] for name in names for dot in re.finditer(r"\.", name)}
+    for section, keys in (("prefixes", document.prefixes), ("parts", document.parts)):
         for key in keys:
-            if key not in known | more:
-                near = did_you_mean(key, known | more, SLIP)
+            if key not in known:
+                near = did_you_mean(key, known, SLIP)
                 yield (section, key), f"no tensor of this map begins with '{key}'{near}"
 
 
