@@ -20,7 +20,8 @@ from widen_cli.errors import WidenError, did_you_mean, printable
 from widen_cli.map_rules import ArchitectureMap, TensorRule
 from widen_cli.plan.adapter_kinds import OTHER_KINDS, check_config
 from widen_cli.plan.match import GRID, StoredHeader, applying_rule, match_tensors
-from widen_cli.plan.planner import PlanRequest, make_plan
+from widen_cli.plan.planner import make_plan
+from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.untie import untied
 from widen_cli.scales import Scale

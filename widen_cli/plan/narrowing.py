@@ -19,11 +19,12 @@ from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.changes import told, wide_sizes
 from widen_cli.plan.factors import is_whole
 from widen_cli.plan.grids import block_size
+from widen_cli.plan.growing import Growing, growing
 from widen_cli.plan.growth import growing_axes
 from widen_cli.plan.lookup import held
 from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors
 from widen_cli.plan.packed import NUMBERS, PackedWeight
-from widen_cli.plan.planner import Growing, PlanRequest, growing
+from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import paths
