@@ -270,7 +270,8 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name == "gemma3n":
             models.build(GEMMA3N, torch.float64).save_pretrained(root / name)
             return root / name
-        return elm_folder(root / name) if name == "elm" else nas_folder(root / name)
+        # Its GGUF is written beside a folder, and elm.gguf is another model.
+        return elm_folder(root / "folder-elm") if name == "elm" else nas_folder(root / name)
 
     return made
 
@@ -309,6 +310,16 @@ def test_layers_keep_the_function(
     widened(narrow(name), wide, grow, mode)
     assert difference(spoken(name), log_probabilities(READ[name](wide), PROMPTS)) <= BOUND
     assert not verify(Options(str(narrow(name)), str(wide)), lambda nbytes: None).differences
+
+
+@pytest.mark.parametrize("way", ["spread", "theta"])
+def test_larger_heads_of_layers_that_differ(
+    way: str, narrow: Callable[[str], Path], spoken: Callable[[str], Any], tmp_path: Path
+) -> None:
+    wide = tmp_path / "wide.gguf"
+    job = prepare(Options(str(narrow("elm.gguf")), str(wide), grow="hidden=2x,head_dim=3x,intermediate=2x@1", rope=way))
+    run(job, lambda nbytes: None)
+    assert difference(spoken("elm.gguf"), log_probabilities(wide, PROMPTS)) <= BOUND
 
 
 def test_a_layer_that_reads_another_factor_shows(

@@ -977,6 +977,7 @@ def test_json_has_an_object_for_each_tensor() -> None:
         "factors": [{"text": "1/2", "value": 0.5}],
         "copies_are_zero": False,
         "filled": [],
+        "split": None,
         "dtype": "F32",
         "new_dtype": "F32",
         "exactness": "exact",
