@@ -32,6 +32,7 @@ from widen_cli.map_file import (
     parse_map_data,
     read_map_data,
 )
+from widen_cli.map_references import misnamed, misnamed_keys, outputs_named
 from widen_cli.map_rules import (
     LAST,
     ArchitectureMap,
@@ -131,7 +132,7 @@ class _Compiler:
                 tied=tied,
                 untie=tuple(dict.fromkeys([*says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
-                output=_outputs(document),
+                output=outputs_named(document),
                 sidecars=widths,
                 numbered=numbered,
                 section=document.section,
@@ -352,84 +353,12 @@ class _Compiler:
                 self.key_fault(("axes", name), f"the size of axis '{name}' comes out of itself")
 
     def check_names(self, document: MapDocument) -> None:
-        growth = document.growth
-        if not growth.width:
+        if not document.growth.width:
             self.fault(("growth", "width"), "growth needs a width axis, the stream's first")
-        for path, message in slips(document):
+        for path, message in (*slips(document), *misnamed_keys(document)):
             self.key_fault(path, message)
-        uses: list[tuple[Keys, str, Iterable[str]]] = [
-            *((("growth", "width", n), axis, document.axes) for n, axis in enumerate(growth.width)),
-            *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
-            *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(growth.named)),
-            *((("multipliers", n), key, document.config) for n, key in enumerate(document.multipliers)),
-            *((("untie", n), key, document.config) for n, key in enumerate(document.untie)),
-        ]
-        patterns = {name.rstrip("?") for name in document.tensors}
-        for number, tie in enumerate(document.tied):
-            uses += [(("tied", number, "tensor"), tie.tensor, patterns), (("tied", number, "to"), tie.to, patterns)]
-        for weight, scalar in document.scalars.items():
-            uses.append((("scalars", weight), scalar, patterns))
-            if weight not in patterns:
-                self.key_fault(
-                    ("scalars", weight), f"'{weight}' is no tensor of this map{did_you_mean(weight, patterns)}"
-                )
-            if weight.count("*") != scalar.count("*"):
-                self.fault(("scalars", weight), f"'{scalar}' and its weight '{weight}' have to count the same layers")
-        if document.rope is not None and document.rope.tensor is not None:
-            uses.append((("rope", "tensor"), document.rope.tensor, patterns))
-        if document.rope is not None:
-            keys_known = [*document.config, *document.places]
-            for section, keys in (("keys", document.rope.keys), ("lists", document.rope.lists)):
-                uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
-        if isinstance(document.norms, dict):
-            uses += [(("norms", axis), axis, document.axes) for axis in document.norms]
-        listed = isinstance(document.output, list)
-        uses += [
-            (("output", n) if listed else ("output",), space, {*document.axes, *document.spaces})
-            for n, space in enumerate(_outputs(document))
-        ]
-        uses += [
-            (("outputs", name), space, {*document.axes, *document.spaces}) for name, space in document.outputs.items()
-        ]
-        uses += [(("synonyms", other), word, _ends(patterns)) for other, word in document.synonyms.items()]
-        for key in document.places:
-            if key not in (keys_read := _read_keys(document)):
-                self.key_fault(("places", key), f"'{key}' is no config key of this map{did_you_mean(key, keys_read)}")
-        for path, word, known in uses:
-            if word not in known:
-                what = _WHAT.get(".".join(map(str, path[:2])), _WHAT.get(str(path[0]), "axis"))
-                self.fault(path, f"'{word}' is no {what} of this map{did_you_mean(word, known)}")
-
-
-_WHAT = {
-    "tied": "tensor",
-    "scalars": "tensor",
-    "rope.tensor": "tensor",
-    "rope.keys": "config key",
-    "rope.lists": "config key",
-    "multipliers": "config key",
-    "untie": "config key",
-    "synonyms": "end of a tensor's name",
-    "output": "axis or space",
-    "outputs": "axis or space",
-}
-
-
-def _outputs(document: MapDocument) -> tuple[str, ...]:
-    """The spaces that a bare model's hidden states may be, the first that it has."""
-    return (document.output,) if isinstance(document.output, str) else tuple(document.output)
-
-
-def _read_keys(document: MapDocument) -> set[str]:
-    """The config keys that a map reads by way of their places."""
-    rope = document.rope
-    return {*document.config, *(rope.keys if rope else ()), *(rope.lists if rope else ())}
-
-
-def _ends(names: Iterable[str]) -> set[str]:
-    """The ends of tensors' names, from each part on."""
-    parts = [name.split(".") for name in names]
-    return {".".join(one[start:]) for one in parts for start in range(len(one))}
+        for path, message in misnamed(document):
+            self.fault(path, message)
 
 
 @cache
