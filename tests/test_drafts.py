@@ -22,13 +22,14 @@ from models import LLAMA, Variant
 from safetensors.numpy import load_file, save_file
 from test_gguf_lossless import Tiny, write_tiny
 
-from widen_cli.checkpoint import choose_map, open_checkpoint
+from widen_cli.checkpoint import open_checkpoint
 from widen_cli.cli import cli
 from widen_cli.drafts import draft
 from widen_cli.drafts.patterns import patterns
 from widen_cli.drafts.whole import whole_draft
 from widen_cli.dtypes import STORED
 from widen_cli.errors import WidenError
+from widen_cli.map_choice import choose_map
 from widen_cli.map_rules import name_pattern
 from widen_cli.maps import load_map
 from widen_cli.plan import Plan, PlanRequest, make_plan

@@ -15,14 +15,8 @@ import safetensors.numpy
 import torch
 
 from widen_cli.errors import WidenError
-from widen_cli.hf_directory import (
-    HfDirectory,
-    index_bytes,
-    open_directory,
-    parse_size,
-    plan_shards,
-    shard_names,
-)
+from widen_cli.hf_directory import HfDirectory, open_directory
+from widen_cli.sharding import index_bytes, parse_size, plan_shards, shard_names
 
 WILD = Path(__file__).parents[2] / "shared" / "wild"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

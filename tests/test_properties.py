@@ -31,13 +31,13 @@ from widen_cli.convert import prepare
 from widen_cli.dtypes import STORED
 from widen_cli.errors import WidenError
 from widen_cli.gguf.header import read_gguf_header
-from widen_cli.hf_directory import parse_size
 from widen_cli.jobs import Job
 from widen_cli.map_file import map_names, map_text
 from widen_cli.maps import map_from_text
 from widen_cli.options import Options
 from widen_cli.plan.wishes import parse_grow
 from widen_cli.safetensors_file import header_bytes, read_header
+from widen_cli.sharding import parse_size
 from widen_cli.sources import FileSource, PipeSource
 from widen_cli.verification import verify
 from widen_cli.writing import run

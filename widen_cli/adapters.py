@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from widen_cli.checkpoint import Checkpoint, check_settings, choose_map, open_checkpoint
+from widen_cli.checkpoint import Checkpoint, open_checkpoint
 from widen_cli.config import ModelConfig, read_json
 from widen_cli.errors import WidenError, printable
 from widen_cli.hf_directory import open_directory
+from widen_cli.map_choice import check_settings, choose_map
 from widen_cli.plan import Plan, PlanRequest
 from widen_cli.plan.adapters import PREFIX, Adapter, Base, is_lora, plan_adapter
 from widen_cli.plan.match import LORA

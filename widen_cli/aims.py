@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from widen_cli.checkpoint import Checkpoint, Choice, choose_map, open_checkpoint
+from widen_cli.checkpoint import Checkpoint, open_checkpoint
 from widen_cli.errors import Faults, WidenError
 from widen_cli.likeness import Likeness, likeness
+from widen_cli.map_choice import Choice, choose_map
 from widen_cli.options import Options
 from widen_cli.other_models import other_model
 from widen_cli.plan import PlanRequest, make_plan

@@ -11,7 +11,7 @@ from typing import Any
 
 from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
 from widen_cli.aims import aimed
-from widen_cli.checkpoint import Checkpoint, Choice, check_settings, choose_map, open_checkpoint
+from widen_cli.checkpoint import Checkpoint, open_checkpoint
 from widen_cli.companions import companions_of
 from widen_cli.complete import expect_complete, may_be_complete
 from widen_cli.config import ModelConfig, parse_settings
@@ -20,6 +20,7 @@ from widen_cli.errors import Faults, WidenError
 from widen_cli.gguf.checkpoint import described_anew
 from widen_cli.jobs import Job
 from widen_cli.journal import Leftover
+from widen_cli.map_choice import Choice, check_settings, choose_map
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.maps import map_from_text
 from widen_cli.options import Options

@@ -9,10 +9,10 @@ from widen_cli.checkpoint import Checkpoint
 from widen_cli.errors import WidenError, printable
 from widen_cli.gguf.checkpoint import changed_metadata, tensor_type
 from widen_cli.gguf.model import GgufModel, plan_parts
-from widen_cli.hf_directory import parse_size, plan_shards, shard_names
 from widen_cli.output_checks import is_stream
 from widen_cli.plan import Plan, TensorPlan
 from widen_cli.safetensors_file import header_bytes
+from widen_cli.sharding import parse_size, plan_shards, shard_names
 
 SHARD_SIZE = "5GB"
 INDEX = "model.safetensors.index.json"

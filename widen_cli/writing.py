@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from widen_cli.complete import told_complete
 from widen_cli.folders import DirectoryOutput, PartsOutput, Staging
-from widen_cli.hf_directory import index_bytes
 from widen_cli.jobs import Job, Progress, Report
 from widen_cli.output_checks import is_stream
 from widen_cli.outputs import FileOutput, StreamOutput, commit
@@ -19,6 +18,7 @@ from widen_cli.plan.match import StoredHeader
 from widen_cli.plan.result import Ones, Twin
 from widen_cli.resuming import resumed
 from widen_cli.safetensors_file import StoredTensor
+from widen_cli.sharding import index_bytes
 from widen_cli.shards import INDEX, Shard
 from widen_cli.sources import HeldSource
 from widen_cli.stream import Stream, Target, TensorStream, Writer

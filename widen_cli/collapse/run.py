@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
-from widen_cli.checkpoint import GGUF_RECORD, RECORD, Checkpoint, check_settings, open_checkpoint
+from widen_cli.checkpoint import GGUF_RECORD, RECORD, Checkpoint, open_checkpoint
 from widen_cli.collapse.average import Distance
 from widen_cli.collapse.stream import Fold, FoldStream
 from widen_cli.companions import companions_of
@@ -20,6 +20,7 @@ from widen_cli.dtypes import CONFIG_NAMES, STORED, DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.gguf.checkpoint import DESCRIBED, FILE_TYPE, described_anew
 from widen_cli.jobs import Job
+from widen_cli.map_choice import check_settings
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest, TensorPlan, make_plan
 from widen_cli.plan.layer_growth import parse_growth

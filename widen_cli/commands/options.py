@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from widen_cli.conversion_options import readable
 from widen_cli.errors import printable
-from widen_cli.hf_directory import parse_size
 from widen_cli.moves import settle
 from widen_cli.options import Options
 from widen_cli.output_checks import is_stream
 from widen_cli.placing import signals_held
+from widen_cli.sharding import parse_size
 
 P = ParamSpec("P")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from widen_cli.checkpoint import Checkpoint, choose_map, nearest_map
+from widen_cli.checkpoint import Checkpoint
 from widen_cli.drafts.close import close_draft
 from widen_cli.drafts.document import Document, comment
 from widen_cli.drafts.whole import whole_draft
 from widen_cli.errors import WidenError, printable
+from widen_cli.map_choice import choose_map, nearest_map
 
 PROOF = (
     "Next: `widen-ckpt MODEL OUT --map mine.yaml --dry-run` reports what does not fit; then prove the map by running narrow and",

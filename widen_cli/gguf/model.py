@@ -25,8 +25,8 @@ from widen_cli.gguf.header import (
     stated_alignment,
 )
 from widen_cli.gguf.values import GgufValue, ValueType
-from widen_cli.hf_directory import plan_shards
 from widen_cli.safetensors_file import shown
+from widen_cli.sharding import plan_shards
 from widen_cli.sources import FileSource, PipeSource, Source
 
 SPLIT_NO = "split.no"

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from widen_cli.checkpoint import Checkpoint, Choice
+from widen_cli.checkpoint import Checkpoint
 from widen_cli.config import ModelConfig, is_number, parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.gguf.checkpoint import changed_metadata, metadata_config
+from widen_cli.map_choice import Choice
 from widen_cli.map_file import map_names
 from widen_cli.map_rules import ArchitectureMap, Upcycle
 from widen_cli.maps import catalog_map, load_map, map_from_text
