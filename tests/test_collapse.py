@@ -820,7 +820,7 @@ def test_values_that_are_no_numbers(narrow: Path, tmp_path: Path) -> None:
 
 def test_a_wrong_factor_shows(narrow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     widened(narrow, tmp_path / "wide", scaling="copy")
-    monkeypatch.setattr(widen_cli.collapse.stream, "inverted", lambda growth: growth)
+    monkeypatch.setattr(widen_cli.collapse.rows, "inverted", lambda growth: growth)
     back(tmp_path / "wide", tmp_path / "back")
     assert UP in differing(narrow, tmp_path / "back")
 
@@ -828,12 +828,12 @@ def test_a_wrong_factor_shows(narrow: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_wrong_order_of_copies_shows(narrow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles taken for neighbours: other values are averaged, and nothing of it is alike."""
     widened(narrow, tmp_path / "wide", scaling="copy", layout="tile")
-    real = widen_cli.collapse.stream.places
+    real = widen_cli.collapse.rows.places
 
     def beside(growth: Growth) -> Any:
         return real(Copies(growth.old, growth.new // growth.old))
 
-    monkeypatch.setattr(widen_cli.collapse.stream, "places", beside)
+    monkeypatch.setattr(widen_cli.collapse.rows, "places", beside)
     folded = back(tmp_path / "wide", tmp_path / "back")
     assert {UP, "model.norm.weight"} <= set(differing(narrow, tmp_path / "back"))
     assert len(folded.moved) == len(folded.distances)

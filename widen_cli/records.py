@@ -30,6 +30,7 @@ from widen_cli.plan.layouts import LAYOUTS
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.splits import WAYS
 from widen_cli.rebuild.layers_wished import parse_depth
+from widen_cli.rebuild.view import View
 
 NUMBERS = ("F32", "F16")  # what quantised blocks are written as, where they are not kept
 
@@ -94,11 +95,55 @@ class Said(BaseModel):
     seed: int = Field(default=0, ge=0)
 
 
+class Stack(BaseModel):
+    """What became of the layers of one stack, of which there were `count`.
+
+    `layers` has for each new layer the old one that it is, or ~n (-1, -2 ...) where it was made of layer n and passes the stream
+    on. `silent` are the name patterns of the weights that are zero in such a layer, `fixed` tensors that kept their names.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    count: int = Field(ge=1)
+    layers: list[int]
+    silent: list[str] = []
+    fixed: list[str] = []
+
+
+class Built(BaseModel):
+    """What a run made of the narrow model before it widened it, of more layers, of experts, or of another kind: the old values
+    of config keys that changed, the keys that are new, and by the pattern of their names the stacks of layers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    config: dict[str, Any] = {}
+    added: list[str] = []
+    stacks: dict[str, Stack] = {}
+
+    @classmethod
+    def of(cls, old: ModelConfig, new: ModelConfig, view: View | None) -> Self:
+        """What lies between the config `old` and that of the model which was widened; `view` is where its layers come from."""
+        said = [change.key for change in view.config] if view is not None else []
+        others = [key for key, value in new.values.items() if not isinstance(value, dict)]
+        keys = dict.fromkeys([*said, *others]) if old.present else {}
+        changed = {key: old.get(key) for key in keys if key in old and old.get(key) != new.get(key)}
+        stacks = {
+            pattern: Stack(count=stack.count, layers=[*stack.layers], silent=[*stack.silent], fixed=[*stack.fixed])
+            for pattern, stack in (view.stacks.items() if view is not None else ())
+        }
+        return cls(
+            config={key: value for key, value in changed.items() if _storable(value)},
+            added=[key for key in keys if key not in old],
+            stacks=stacks,
+        )
+
+
 class Was(BaseModel):
     """What of the narrow model the wide one does not tell any more, for the way back.
 
     `config` holds the old values of config keys that changed, `added` the keys that are new, `types` the old types of
-    tensors that are written in another, by the pattern of their names or by their name, `made` tensors that are new.
+    tensors that are written in another, by the pattern of their names or by their name, `made` tensors that are new. Where the
+    model was made anew before it was widened, all of them speak of that one, and `built` of what was before.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -107,9 +152,17 @@ class Was(BaseModel):
     added: list[str] = []
     types: dict[str, str] = {}
     made: list[str] = []
+    built: Built | None = None
 
     @classmethod
-    def of(cls, plan: Plan, old: ModelConfig, new: ModelConfig, settings: Iterable[str] = ()) -> Self:
+    def of(
+        cls,
+        plan: Plan,
+        old: ModelConfig,
+        new: ModelConfig,
+        settings: Iterable[str] = (),
+        built: Built | None = None,
+    ) -> Self:
         """What a plan changes in a model whose config is `old`, and what the `settings` did; `new` is the config with both."""
         keys = dict.fromkeys([*settings, *(change.key for change in plan.config)]) if old.present else {}
         changed = {key: old.get(key) for key in keys if key in old and old.get(key) != new.get(key)}
@@ -118,6 +171,7 @@ class Was(BaseModel):
             added=[key for key in keys if key not in old],
             types=_types(plan),
             made=[tensor.source.name for tensor in plan.tensors if tensor.made],
+            built=built,
         )
 
     def type_of(self, name: str, pattern: str) -> str | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 from widen_cli.collapse.average import Distance
 from widen_cli.collapse.run import Folded
 from widen_cli.errors import printable
+from widen_cli.plan.factors import Factor, is_whole
 
 SHOWN = 12
 
@@ -29,12 +31,16 @@ def table(folded: Folded) -> list[str]:
 def summary(folded: Folded) -> str:
     """One line: what was folded, how far the copies are apart, what was rounded."""
     plan = folded.plan
-    shrunk = ", ".join(f"{axis} /{plan.factors[axis]}" for axis in plan.axes if plan.factors[axis] != 1)
+    shrunk = ", ".join(_shrunk(axis, plan.factors[axis]) for axis in plan.axes if plan.factors[axis] != 1)
     how = "as recorded" if folded.recorded else "as said"
     return (
         f"{_shown(folded.options.output)}: {plan.architecture}, {shrunk or 'nothing shrinks'}, {plan.mode}, {how}; "
         f"{_copies(folded)}; {_roundings(folded)}"
     )
+
+
+def _shrunk(axis: str, factor: Factor) -> str:
+    return f"{axis} /{factor}" if is_whole(factor) else f"{axis} x{1 / Fraction(factor)}"
 
 
 def _copies(folded: Folded) -> str:

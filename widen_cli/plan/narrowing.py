@@ -16,13 +16,15 @@ from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.factors import is_whole
+from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.grids import block_size
 from widen_cli.plan.growth import growing_axes
+from widen_cli.plan.layer_growth import layer_factors
 from widen_cli.plan.lookup import held
 from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors
 from widen_cli.plan.packed import NUMBERS, PackedWeight
-from widen_cli.plan.planner import Growing, PlanRequest, growing
+from widen_cli.plan.partial import Partials, partial_axes
+from widen_cli.plan.planner import Growing, PlanRequest, factors_asked
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import paths
@@ -86,25 +88,28 @@ def narrow_model(
         )
     sizes = resolve_sizes(architecture, wide, match, Faults())
     request = replace(request, grow=said_as_factors(request.grow, sizes))
-    check_whole(request)
-    grown = growing(architecture, match, sizes, wide, request)
+    grown = _grown(architecture, match, sizes, wide, request)
     by_types = request.factor is not None and grown.by_types
     narrow = _recorded(config, known) if known else _derived(architecture, config, grown, by_types)
     told = narrow.with_values(request.settings)
-    found = {axis: int(factor) for axis, factor in grown.growth.factors.items()}
-    factors = {axis: found[axis] for axis in growing_axes(architecture)}
-    headers = _Headers(architecture, kept, told, found, request).all()
+    found = grown.growth.factors
+    growing = growing_axes(architecture)
+    factors = {
+        axis: factor
+        for axis, factor in found.items()
+        if axis in growing or (architecture.axes[axis].padded and factor != 1)
+    }
+    layered = layer_factors(architecture, sizes, found, request.layers)
+    headers = _Headers(architecture, kept, told, found, request, layered).all()
     return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors), by_types)
 
 
-def check_whole(request: PlanRequest) -> None:
-    """Raises WidenError where a model was grown to sizes that are no multiples: nothing takes that back yet."""
-    asked = {axis: factor for axis, factor in request.grow.items() if isinstance(factor, int | Fraction)}
-    if parts := [f"{axis} {factor}" for axis, factor in asked.items() if not is_whole(factor)]:
-        raise WidenError(
-            f"{printable(request.file)}: was grown to sizes that are no multiples ({', '.join(parts)}), and the way back is known for "
-            "whole factors alone; take the narrow model that it was made of"
-        )
+def _grown(
+    architecture: ArchitectureMap, match: Match, sizes: Sizes, wide: ModelConfig, request: PlanRequest
+) -> Growing:
+    """What the request made grow, as `sizes` are those that came of it."""
+    told = {axis: 1 / Fraction(by) for axis, by in request.grow.items() if isinstance(by, int | Fraction)}
+    return factors_asked(architecture, match, sizes.grown(told), wide, request)
 
 
 def _of_no_axis(architecture: ArchitectureMap, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,21 +133,22 @@ def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing,
     doubt = ", or stored in other types: then say --grow instead of --factor" if by_types else ""
     with Faults() as faults:
         for name, axis in architecture.axes.items():
-            factor = int(grown.growth.factors[name])
+            factor = grown.growth.factors[name]
             for key in axis.keys if factor != 1 else ():
                 size = config.get(key)
                 sizes = size if isinstance(size, list) else [size]
                 if size is None or key in values:
                     continue
-                if any(not isinstance(number, int) or number % factor for number in sizes):
+                if any(not isinstance(number, int) or not is_whole(number / Fraction(factor)) for number in sizes):
                     faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}{doubt}")
                     continue
-                values[key] = [number // factor for number in sizes] if isinstance(size, list) else size // factor
+                old = [int(number / Fraction(factor)) for number in sizes]
+                values[key] = old if isinstance(size, list) else old[0]
     return config.with_values(values | _rotary(architecture, config, grown))
 
 
 def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> dict[str, Any]:
-    factor, method = int(grown.rotary.factor), grown.rotary.method
+    factor, method = grown.rotary.factor, grown.rotary.method
     if factor == 1 or architecture.rope is None:
         return {}
     values: dict[str, Any] = {}
@@ -151,19 +157,20 @@ def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) 
     for key in architecture.rope.lists:
         for place, longer in held(architecture, config, key).items():
             if isinstance(longer, list):
-                values[place] = longer[: len(longer) // factor] if method == "theta" else longer[::factor]
+                theta = method == "theta"
+                values[place] = longer[: int(len(longer) / Fraction(factor))] if theta else longer[:: int(factor)]
     return values
 
 
-def _root(base: Any, factor: int) -> Any:
+def _root(base: Any, factor: Factor) -> Any:
     """The base that was raised to `base`: the whole number, where there is one."""
     if not is_number(base) or base <= 0:
         return base
-    root = float(base) ** (1 / factor)
-    return float(round(root)) if float(round(root)) ** factor == base else root
+    root = float(base) ** float(1 / Fraction(factor))
+    return float(round(root)) if float(float(round(root)) ** factor) == base else root
 
 
-def _not_so(axis: str, factor: int) -> str:
+def _not_so(axis: str, factor: Factor) -> str:
     return f"no multiple of the {factor} that {axis} grows by; this model was not widened so"
 
 
@@ -229,11 +236,11 @@ def divided_shapes(
     architecture: ArchitectureMap,
     tensors: Sequence[StoredHeader],
     told: ModelConfig,
-    factors: Mapping[str, int],
+    factors: Mapping[str, Factor],
     request: PlanRequest,
 ) -> list[tuple[int, ...]]:
     """The narrow shape of each tensor, its own where no rule names it. Raises WidenError for sizes that are no multiples."""
-    return [header.shape for header in _Headers(architecture, tensors, told, factors, request).all()]
+    return [header.shape for header in _Headers(architecture, tensors, told, factors, request, {}).all()]
 
 
 class _Headers:
@@ -242,17 +249,22 @@ class _Headers:
         architecture: ArchitectureMap,
         tensors: Sequence[StoredHeader],
         told: ModelConfig,
-        factors: Mapping[str, int],
+        factors: Mapping[str, Factor],
         request: PlanRequest,
+        layered: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.architecture = architecture
         self.tensors = tensors
         self.factors = factors
+        self.layered = layered
         self.file = printable(request.file)
         self.match = match_tensors(architecture, tensors, told, request.root)
         self.block = block_size(told)
         self.faults: list[str] = []
         self.sizes = self.known_sizes(told)
+        self.partials: Partials = {}
+        if any(not is_whole(factor) for factor in factors.values()):
+            self.partials = partial_axes(architecture, self.sizes, factors)
 
     def known_sizes(self, told: ModelConfig) -> Sizes:
         """The narrow sizes, from the config and from what is divided by one number."""
@@ -268,18 +280,22 @@ class _Headers:
         if len(dimensions) != len(item.tensor.shape):
             return None
         return tuple(
-            size // factor if (factor := self.one_factor(dimension)) and size % factor == 0 else None
+            int(size / factor) if (factor := self.one_factor(dimension, item)) and is_whole(size / factor) else None
             for dimension, size in zip(dimensions, item.tensor.shape, strict=True)
         )
 
-    def one_factor(self, dimension: Dimension) -> int | None:
-        """By how much a dimension grows, where all of its parts grow alike."""
+    def one_factor(self, dimension: Dimension, item: Matched) -> Fraction | None:
+        """By how much a dimension of a tensor grows, where all of its parts grow alike."""
+        layer = item.layer(self.architecture) if self.layered else None
+        own = self.factors
+        if layer is not None:
+            own = {**own, **{axis: each[layer] for axis, each in self.layered.items() if layer < len(each)}}
         found = set()
         for path in paths(dimension.term):
-            total = 1
+            total = Fraction(1)
             for name in path:
                 axis = None if name.isdigit() else self.architecture.axis_of(name)
-                total *= self.factors[axis.name] if axis else 1
+                total *= own[axis.name] if axis else 1
             found.add(total)
         return found.pop() if len(found) == 1 else None
 
@@ -309,11 +325,20 @@ class _Headers:
         """The narrow name of a tensor whose heads are numbered, None for the further copies."""
         name = item.tensor.name
         for axis, (start, stop) in item.numbers.items():
-            number, copy = divmod(int(name[start:stop]), self.factors[axis])
-            if copy:
+            number = self.first_number(axis, int(name[start:stop]))
+            if number is None:
                 return None
             name = f"{name[:start]}{number}{name[stop:]}"
         return name
+
+    def first_number(self, axis: str, place: int) -> int | None:
+        """The old position whose first copy stands at a place, None for the further copies."""
+        partial = self.partials.get(axis)
+        if partial is None:
+            number, copy = divmod(place, int(self.factors[axis]))
+            return None if copy else number
+        starts = (partial.places(number).start for number in range(partial.old))
+        return next((number for number, start in enumerate(starts) if start == place), None)
 
     def shape(self, item: Matched) -> tuple[int, ...]:
         """The narrow shape; what does not fit the map is left to the planner to tell."""
@@ -323,15 +348,15 @@ class _Headers:
         sizes = self.sizes.at(item.layer(self.architecture))
         shape: list[int] = []
         for dimension, size in zip(dimensions, stored, strict=True):
-            factor = self.one_factor(dimension)
+            factor = self.one_factor(dimension, item)
             if factor is None:
                 shape.append(sizes.total(dimension.term) or size)
-            elif size % factor:
+            elif not is_whole(size / factor):
                 self.faults.append(
                     f"{self.file}: tensor '{printable(item.tensor.name)}' {list(stored)} has {size} where {item.rule.shape.text} "
                     f"grows {factor}x; it was not widened so"
                 )
                 return stored
             else:
-                shape.append(size // factor)
+                shape.append(int(size / factor))
         return tuple(shape)

@@ -111,6 +111,14 @@ def growing(
     architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
 ) -> Growing:
     """What the request makes grow. Raises WidenError with every axis that cannot grow so."""
+    grown = factors_asked(architecture, match, sizes, config, request)
+    return replace(grown, partials=partial_axes(architecture, sizes, grown.growth.factors))
+
+
+def factors_asked(
+    architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
+) -> Growing:
+    """The same without the places of copies, for which `sizes` need not be the old ones."""
     calls = list(position_calls(architecture, lambda node: config_condition(architecture, config, node)))
     positions = position_axes(architecture, calls)
     method = rotary_method(architecture, config, request.rope)
@@ -125,7 +133,7 @@ def growing(
     if not is_whole(factor):
         method = rotary_fraction(architecture, config, request.rope, factor)
     rotary = Rotary(method or "", axes, factor)
-    return Growing(growth, rotary, partial_axes(architecture, sizes, growth.factors), by_types)
+    return Growing(growth, rotary, {}, by_types)
 
 
 def _by_heads(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.plan import Plan
@@ -35,11 +35,23 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Restacked:
+    """Where the layers of a stack of `count` come from: for each new one the old one, ~n where it passes the stream on and was
+    made of layer n. `silent` are the name patterns of what is zero in such a layer, `fixed` tensors that keep their names."""
+
+    count: int
+    layers: tuple[int, ...]
+    silent: tuple[str, ...]
+    fixed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class View:
     """What a rebuilt model is made of: pieces in the order of the bytes they take, so that a pipe can give them.
 
     `config` are the values that change with it, `told` says in few words what was done, `notes` and `warnings` say more.
-    `approximate` says why the function is another, and is empty where it is the same.
+    `approximate` says why the function is another, and is empty where it is the same. `stacks` says by the pattern of their names
+    where layers come from.
     """
 
     pieces: tuple[Piece, ...]
@@ -48,6 +60,7 @@ class View:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     approximate: str = ""
+    stacks: Mapping[str, Restacked] = field(default_factory=dict)
 
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint as the view sees it."""
@@ -56,7 +69,14 @@ class View:
         shared = {tensor.name: Shared(tensor, uses[tensor.name]) for tensor in checkpoint.tensors}
         tensors = tuple(piece.tensor(shared[piece.stored.name]) for piece in self.pieces)
         stored = checkpoint.stored or checkpoint.tensors
-        return replace(checkpoint, tensors=tensors, stored=stored, config=checkpoint.config.with_values(values))
+        config = checkpoint.config
+        return replace(
+            checkpoint,
+            tensors=tensors,
+            stored=stored,
+            config=config.with_values(values),
+            found_config=checkpoint.found_config.within(config.inside).with_values(values),
+        )
 
     def planned(self, plan: Plan) -> Plan:
         """The plan made of such a checkpoint, with what the view did before."""
