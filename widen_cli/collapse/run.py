@@ -184,12 +184,16 @@ def _planned(options: Options, wide: Checkpoint, making: Making, faults: Faults)
             found, experts = upcycling.dense(found, narrow, choice.root)
         found = without_new_layers(found, built.stacks)
     config = described(config, wide, found, options, was)
-    # The planner tells the sizes that a wide model needs, which is what lies here.
-    told_by_plan = [text for text in plan.warnings if wide.config.present or "no config was found" not in text]
+    told_by_plan = [text for text in plan.warnings if not _of_growth(text, wide)]
     texts = (*choice.warnings, *making.doubts(plan, wide, narrow.by_types), *warnings, *told_by_plan)
     padded = [plan.factors[name] for name, axis in architecture.axes.items() if axis.padded]
     prepared = _resolved(options, wide, making, plan, found, config, texts, faults, max(padded, default=1))
     return replace(prepared, experts=experts)
+
+
+def _of_growth(text: str, wide: Checkpoint) -> bool:
+    """Whether a plan warns of what a wide model needs or loses, which is what lies here."""
+    return "tensor-parallel degrees" in text or ("no config was found" in text and not wide.config.present)
 
 
 def _planned_adapter(options: Options, wide: Checkpoint, making: Making, faults: Faults) -> _Prepared:
