@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
@@ -39,7 +39,8 @@ from widen_cli.writing import run
 class Folded:
     """What a run did: for each narrow tensor that has copies how far these are apart, and what was rounded on the way back.
 
-    `plan` is the one that widens the narrow model; `recorded`: its making was read from a record. `inexact` are the tensors
+    `plan` is the one that widens the narrow model, of the family `architecture`, or what was made of it (`undone` says in words
+    what); `recorded`: its making was read from a record. `inexact` are the tensors
     whose values the conversion had to round, so that their last places cannot come back for certain, `uncertain` those in
     whose type of small range it may have lost small values. `silent` are the weights that were added to write nothing, each with
     its distance from that; `experts` the tensors that are means of experts.
@@ -52,8 +53,10 @@ class Folded:
     counts: dict[str, Counts]
     inexact: tuple[str, ...]
     uncertain: tuple[str, ...]
-    silent: dict[str, Distance] = field(default_factory=dict)
-    experts: frozenset[str] = frozenset()
+    silent: dict[str, Distance]
+    experts: frozenset[str]
+    architecture: str
+    undone: tuple[str, ...]
 
     @property
     def moved(self) -> list[tuple[str, Distance]]:
@@ -108,6 +111,8 @@ def collapse(
         tuple(name for name, exactness in kept.items() if exactness == DEPENDS),
         stream.silent,
         fold.experts,
+        fold.architecture,
+        fold.undone,
     )
     for text in result.losses:
         warn(text)
@@ -120,7 +125,9 @@ class _Prepared:
     plan: Plan
     folds: dict[str, Fold]
     recorded: bool
+    architecture: str
     experts: frozenset[str] = frozenset()
+    undone: tuple[str, ...] = ()
 
 
 def _prepared(options: Options, told: str | None) -> _Prepared:
@@ -188,7 +195,9 @@ def _planned(options: Options, wide: Checkpoint, making: Making, faults: Faults)
     texts = (*choice.warnings, *making.doubts(plan, wide, narrow.by_types), *warnings, *told_by_plan)
     padded = [plan.factors[name] for name, axis in architecture.axes.items() if axis.padded]
     prepared = _resolved(options, wide, making, plan, found, config, texts, faults, max(padded, default=1))
-    return replace(prepared, experts=experts)
+    undone = [f"layers {len(stack.layers)} -> {stack.count}" for stack in (built.stacks.values() if built else ())]
+    undone += [f"{upcycling.experts} experts -> dense"] if upcycling else []
+    return replace(prepared, experts=experts, architecture=choice.architecture.architecture, undone=tuple(undone))
 
 
 def _of_growth(text: str, wide: Checkpoint) -> bool:
@@ -238,4 +247,4 @@ def _resolved(
         check_room(options, shards, companions, None)
     texts = (*wide.warnings, *warnings, *unsaved(to_write, wide, target, options, directory))
     job = Job(options, source, to_write, shards, config, target, directory, companions, texts)
-    return _Prepared(job, plan, found, making.record is not None)
+    return _Prepared(job, plan, found, making.record is not None, plan.architecture)

@@ -90,16 +90,16 @@ def narrow_model(
     request = replace(request, grow=said_as_factors(request.grow, sizes))
     grown = _grown(architecture, match, sizes, wide, request)
     by_types = request.factor is not None and grown.by_types
-    narrow = _recorded(config, known) if known else _derived(architecture, config, grown, by_types)
-    told = narrow.with_values(request.settings)
     found = grown.growth.factors
+    layered = layer_factors(architecture, sizes, found, request.layers)
+    narrow = _recorded(config, known) if known else _derived(architecture, config, grown, by_types, layered)
+    told = narrow.with_values(request.settings)
     growing = growing_axes(architecture)
     factors = {
         axis: factor
         for axis, factor in found.items()
         if axis in growing or (architecture.axes[axis].padded and factor != 1)
     }
-    layered = layer_factors(architecture, sizes, found, request.layers)
     headers = _Headers(architecture, kept, told, found, request, layered).all()
     return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors), by_types)
 
@@ -125,7 +125,13 @@ def _recorded(config: ModelConfig, known: Known) -> ModelConfig:
     return config.without(known.added).with_values(dict(known.config)) if config.present else config
 
 
-def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing, by_types: bool) -> ModelConfig:
+def _derived(
+    architecture: ArchitectureMap,
+    config: ModelConfig,
+    grown: Growing,
+    by_types: bool,
+    layered: Mapping[str, tuple[int, ...]],
+) -> ModelConfig:
     """The config with its sizes divided, its bases and its lists of frequencies as they were."""
     if not config.present:
         return config
@@ -134,17 +140,24 @@ def _derived(architecture: ArchitectureMap, config: ModelConfig, grown: Growing,
     with Faults() as faults:
         for name, axis in architecture.axes.items():
             factor = grown.growth.factors[name]
-            for key in axis.keys if factor != 1 else ():
+            for key in axis.keys if factor != 1 or name in layered else ():
                 size = config.get(key)
-                sizes = size if isinstance(size, list) else [size]
                 if size is None or key in values:
                     continue
-                if any(not isinstance(number, int) or not is_whole(number / Fraction(factor)) for number in sizes):
+                sizes = size if isinstance(size, list) else [size]
+                each: Sequence[Factor] = layered.get(name, ()) if isinstance(size, list) else ()
+                factors = each if len(each) == len(sizes) else [factor] * len(sizes)
+                old = [_divided(number, by) for number, by in zip(sizes, factors, strict=True)]
+                if None in old:
                     faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}{doubt}")
                     continue
-                old = [int(number / Fraction(factor)) for number in sizes]
                 values[key] = old if isinstance(size, list) else old[0]
     return config.with_values(values | _rotary(architecture, config, grown))
+
+
+def _divided(size: Any, factor: Factor) -> int | None:
+    """The size that grew by a factor to this one, None where there is none."""
+    return int(size / Fraction(factor)) if isinstance(size, int) and is_whole(size / Fraction(factor)) else None
 
 
 def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> dict[str, Any]:
