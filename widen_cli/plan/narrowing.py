@@ -107,8 +107,13 @@ def narrow_model(
 def _grown(
     architecture: ArchitectureMap, match: Match, sizes: Sizes, wide: ModelConfig, request: PlanRequest
 ) -> Growing:
-    """What the request made grow, as `sizes` are those that came of it."""
+    """What the request made grow, as `sizes` are those that came of it. Raises WidenError for fractions that nothing grew by."""
     told = {axis: 1 / Fraction(by) for axis, by in request.grow.items() if isinstance(by, int | Fraction)}
+    with Faults() as faults:
+        for axis, by in request.grow.items():
+            size = sizes.known.get(axis, 0)
+            if isinstance(by, Fraction) and not is_whole(by) and not is_whole(size / by):
+                faults.add(f"{printable(wide.name)}: {sizes.told_by[axis]} is {size}, {_not_so(axis, by)}")
     return factors_asked(architecture, match, sizes.grown(told), wide, request)
 
 
