@@ -440,7 +440,9 @@ def random_growth(draw: np.random.Generator, depth: int = 2) -> Growth:
         return Laid(tuple(random_growth(draw, depth - 1) for _ in range(int(draw.integers(1, 4)))))
     inner = random_growth(draw, depth - 1) if depth and draw.random() < 0.6 else None
     scale = Scale.of(int(draw.integers(1, 4))) ** int(draw.choice([-1, 1])) if inner is None else Scale()
-    return Copies(int(draw.integers(1, 4)), int(draw.integers(1, 4)), bool(draw.random() < 0.3), scale, inner)
+    copies = int(draw.integers(1, 4))
+    kept = int(draw.integers(0, copies))
+    return Copies(int(draw.integers(1, 4)), copies, bool(draw.random() < 0.3), scale, inner, kept)
 
 
 @pytest.mark.parametrize("seed", range(12))
