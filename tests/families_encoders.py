@@ -654,13 +654,20 @@ FAMILIES: tuple[Family, ...] = (
         {
             "siglip_vision": Variant(
                 "SiglipVisionModel", {**_CLIP_VISION, "vision_use_head": False}, _pixels, _BART_SMALL
-            )
+            ),
+            "siglip_vision_pooled": Variant("SiglipVisionModel", _CLIP_VISION, _pixels, _BART_SMALL),
         },
         _BERT_GROWTHS,
     ),
     _family(
         "siglip",
         {
+            "siglip": Variant(
+                "SiglipModel",
+                {"text_config": {**_CLIP_TEXT, "projection_size": 48}, "vision_config": _CLIP_VISION},
+                _pairs,
+                _BART_SMALL,
+            ),
             "siglip_classification": Variant(
                 "SiglipForImageClassification",
                 {"text_config": {**_CLIP_TEXT, "projection_size": 48}, "vision_config": _CLIP_VISION},

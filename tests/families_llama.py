@@ -48,6 +48,21 @@ def _llava(model_class: str, **changes: Any) -> Variant:
 _QWEN3 = {**_BASE, "hidden_size": 40, "head_dim": 10}
 _GEMMA = {**_BASE, "head_dim": 10}
 _GEMMA2 = {**_GEMMA, "query_pre_attn_scalar": 7, "sliding_window": 16, "attn_logit_softcapping": 2.0}
+_GEMMA3N = {
+    **_GEMMA,
+    "num_hidden_layers": 5,
+    "intermediate_size": [50, 30, 50, 22, 26],
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 16,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 14,
+    "laurel_rank": 7,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.7, 0.0, 0.0],
+    "altup_num_inputs": 3,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA3N = _variant("Gemma3nForCausalLM", _GEMMA3N, **_TIED)
 _GEMMA2_CAPS = {"final_logit_softcapping": 3.0}
 _MIXTRAL = {**_BASE, "num_local_experts": 3, "num_experts_per_tok": 2}
 _QWEN2_MOE = {
@@ -163,6 +178,26 @@ FAMILIES: tuple[Family, ...] = (
         },
         _GROWN,
         heads=larger_heads("gemma3_text", "gemma3_text_untied", mixed=_MIXED),
+    ),
+    Family(
+        "gemma3n_text",
+        {
+            "gemma3n_text": GEMMA3N,
+            "gemma3n_text_untied": _variant(
+                "Gemma3nForCausalLM",
+                {
+                    **_GEMMA3N,
+                    "attention_bias": True,
+                    "num_kv_shared_layers": 0,
+                    "num_key_value_heads": 6,
+                    "altup_num_inputs": 2,
+                },
+            ),
+        },
+        ("hidden=2,intermediate=3,heads=2,kv_heads=1,per_layer=2,laurel=3", "hidden=3,intermediate=2"),
+        refused=dict.fromkeys(("orthogonal", "sum"), "the norm of lifted has its epsilon 1e-05 in the code"),
+        heads={"gemma3n_text": ("head_dim=2", "head_dim=3,intermediate=2")},
+        notes="Where hidden grows, copy and quiet are exact; the code's own epsilon rules the others out.",
     ),
     Family(
         "mixtral",

@@ -145,7 +145,10 @@ FALCON_RW = Family(
     {"falcon_rw": Variant("FalconForCausalLM", {**_FALCON_RW, "alibi": True}, small=_SMALL)},
     growths=("intermediate=3",),
     refused={f"falcon_rw:{mode}:factor=2": "alibi(heads)" for mode in MODES},
-    impossible={"hidden=2,heads=2,kv_heads=2": "ALiBi", "hidden=2,heads=1,kv_heads=1": "sqrt(head_dim)"},
+    impossible={
+        "hidden=2,heads=2,kv_heads=2": "ALiBi",
+        "hidden=2,heads=1,kv_heads=1": "; intermediate can grow, as by --grow intermediate=2x",
+    },
     notes="ALiBi's slopes depend on the heads and are divided by sqrt(head_dim), so only the FFN grows.",
 )
 

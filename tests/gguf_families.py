@@ -251,6 +251,35 @@ def _deepseek2(lite: bool) -> Callable[[Sizes], Shapes]:
     return tensors
 
 
+def _glm4moe(further: int = 0) -> Callable[[Sizes], Shapes]:
+    """GLM-4.5's: `further` of the layers stand behind the others and predict more tokens, with tensors of their own."""
+
+    def tensors(s: Sizes) -> Shapes:
+        norms = _norms(s, "attn_norm", "post_attention_norm")
+        routed = _experts(s) | _gated(s, "_shexp", 2 * EXPERT_INNER) | {"exp_probs_b.bias": (EXPERTS,)}
+        shapes = _ends(s) | _layers(s, norms, _attention(s, True))
+        for layer in range(s.layers):
+            inner = _gated(s) if layer == 0 else routed
+            shapes |= {f"blk.{layer}.{name}": shape for name, shape in inner.items()}
+        for layer in range(s.layers - further, s.layers):
+            own = _norms(s, "enorm", "hnorm", "shared_head_norm") | _linear("eh_proj", s.hidden, 2 * s.hidden)
+            own |= _linear("embed_tokens", VOCAB, s.hidden) | _linear("shared_head_head", VOCAB, s.hidden)
+            shapes |= {f"blk.{layer}.nextn.{name}": shape for name, shape in own.items()}
+        return shapes
+
+    return tensors
+
+
+_GLM: dict[str, Value] = {
+    **_MOE,
+    **_SIGMOID,
+    "leading_dense_block_count": 1,
+    "expert_shared_count": 2,
+    "expert_weights_scale": 6.0,
+    "attention.key_length": 10,
+    "attention.value_length": 10,
+    "rope.dimension_count": 4,
+}
 _MLA: dict[str, Value] = _MOE | {
     "leading_dense_block_count": 1,
     "attention.head_count_kv": 1,
@@ -310,12 +339,16 @@ FAMILIES: dict[str, Family] = {
     "qwen3moe-derived": Family("qwen3moe", _qwen3moe(25), _UNTIED, metadata=_ROUTED),
     "deepseek2": Family("deepseek2", _deepseek2(False), Sizes(heads=3, layers=3, tied=False), metadata={**_MLA, **_SIGMOID}),
     "deepseek2-lite": Family("deepseek2", _deepseek2(True), Sizes(heads=3, layers=27), metadata=_MLA),
+    "glm4moe": Family("glm4moe", _glm4moe(), replace(_FREE_HEADS, layers=3), metadata=_GLM),
     "bert": Family("bert", _bert(packed=False), _MHA, LAYER),
     "bert-packed": Family("bert", _bert(packed=True), _MHA, LAYER),
     "nomic-bert": Family("nomic-bert", _nomic_bert, _MHA, LAYER),
 }  # fmt: skip
-# What llama.cpp runs and no map knows.
+# What llama.cpp runs and no map knows, or not in every scaling.
 UNKNOWN = {
+    "glm4moe-further": Family(
+        "glm4moe", _glm4moe(1), replace(_FREE_HEADS, layers=3), metadata={**_GLM, "nextn_predict_layers": 1}
+    ),
     "stablelm-heads": Family("stablelm", _stablelm(True, heads=True), _UNTIED, LAYER, _PARTLY),
 }
 ENCODERS = ("bert", "nomic-bert")

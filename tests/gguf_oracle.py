@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 
 Values = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -85,6 +85,25 @@ def read(path: Path, mode: str = "r") -> GgufFile:
     start = at + -at % 32
     tensors = {name: _stored(data, start + offset, kind, shape) for name, kind, shape, offset in infos}
     return GgufFile(data, pairs, places, tensors)
+
+
+def retyped(source: Path, target: Path, kind: Kind) -> Path:
+    """The file with its matrices in another type, if rows fill its blocks, as llama-quantize makes it: all metadata, the record
+    too, as they were."""
+    found = read(source)
+    buffer = memoryview(found.data)
+    end = max(_value_end(buffer, at, *struct.unpack_from("<I", buffer, at - 4)) for at in found.places.values())
+    infos, data = bytearray(), bytearray()
+    for name, tensor in found.tensors.items():
+        matrix = len(tensor.shape) > 1 and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        rows = quantize(tensor.values().reshape(tensor.shape), kind).tobytes() if matrix else tensor.rows.tobytes()
+        dims, to = tuple(reversed(tensor.shape)), kind if matrix else tensor.kind
+        infos += struct.pack("<Q", len(name)) + name.encode()
+        infos += struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, to, len(data))
+        data += rows + bytes(-len(rows) % 32)
+    header = bytes(buffer[:end]) + infos
+    target.write_bytes(header + bytes(-len(header) % 32) + data)
+    return target
 
 
 def _text(buffer: memoryview, at: int) -> tuple[str, int]:

@@ -11,6 +11,7 @@ without, and has to come to the bytes of a run in one go.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -21,17 +22,16 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 from gguf_families import write as write_gguf
 from safetensors.numpy import save_file
-from test_cli import CONFIG
+from small_llama import CONFIG, llama
 
 from widen_cli import cli, journal, moves, outputs, placing, renames
 from widen_cli.__main__ import main as command
@@ -78,24 +78,9 @@ CASES = {
 
 def inputs(folder: Path) -> None:
     """A safetensors file with its config, a model's folder, and a GGUF; float32, so that the modes differ."""
-    layer = "model.layers.0."
-    shapes = {
-        "model.embed_tokens.weight": (16, 8),
-        "model.norm.weight": (8,),
-        "lm_head.weight": (16, 8),
-        f"{layer}input_layernorm.weight": (8,),
-        f"{layer}post_attention_layernorm.weight": (8,),
-        **{f"{layer}self_attn.{name}_proj.weight": (4 if name in "kv" else 8, 8) for name in "qkvo"},
-        f"{layer}mlp.gate_proj.weight": (12, 8),
-        f"{layer}mlp.up_proj.weight": (12, 8),
-        f"{layer}mlp.down_proj.weight": (8, 12),
-    }
-    drawn = np.random.default_rng(0)
-    wide = {name: drawn.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    narrow = {name: values.astype(ml_dtypes.bfloat16) for name, values in wide.items()}
     (folder / "model").mkdir()
-    for target, tensors in ((folder / "in.safetensors", wide), (folder / "model" / "model.safetensors", narrow)):
-        save_file(tensors, target, metadata={"format": "pt"})
+    for target, dtype in ((folder / "in.safetensors", "F32"), (folder / "model" / "model.safetensors", "BF16")):
+        save_file(llama(dtype), target, metadata={"format": "pt"})
         (target.parent / "config.json").write_text(json.dumps(CONFIG))
     (folder / "model" / "tokenizer.json").write_text("{}")
     write_gguf("qwen2", folder / "in.gguf")
@@ -477,7 +462,7 @@ def trials_of(case: Case, how: str, last: int, number: int, broken: str = "", se
     return {**told, "faults": trials.faults}
 
 
-if __name__ == "__main__":
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=[*CASES])
     parser.add_argument("--how", action="append", choices=HOWS)
@@ -485,8 +470,29 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--last", type=int, default=10**6, help="only the last steps; -1 for none")
     parser.add_argument("--broken", default="", choices=[*BROKEN])
-    asked = parser.parse_args()
-    for chosen in asked.case or CASES:
-        for way in asked.how or HOWS:
-            result = trials_of(CASES[chosen], way, asked.last, asked.random, asked.broken, asked.seed)
-            print(json.dumps(result), flush=True)
+    parser.add_argument("--serve", action="store_true", help="take arguments from standard input, a JSON list a line")
+    return parser.parse_args(arguments)
+
+
+def results(asked: argparse.Namespace) -> Iterator[Mapping[str, Any]]:
+    for case in asked.case or CASES:
+        for how in asked.how or HOWS:
+            yield trials_of(CASES[case], how, asked.last, asked.random, asked.broken, asked.seed)
+
+
+def serve() -> None:
+    """Answers each line of arguments with a line: importing takes longer than most cases."""
+    for line in sys.stdin:
+        try:
+            (answer,) = results(parsed(json.loads(line)))
+        except Exception:
+            answer = {"faults": [traceback.format_exc()]}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    gc.freeze()  # what was imported is not looked through, and so not copied, in every child
+    if (given := parsed()).serve:
+        serve()
+    for result in results(given) if not given.serve else ():
+        print(json.dumps(result), flush=True)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from widen_cli.cli import cli
 from widen_cli.config import ModelConfig
 from widen_cli.convert import prepare
+from widen_cli.demo import make_checkpoint
 from widen_cli.dimensions import scaled
 from widen_cli.dtypes import STORED, DType
 from widen_cli.errors import WidenError
@@ -337,6 +338,17 @@ def test_refusals_name_file_and_fault_and_what_to_do(adapter: Path, base: Path, 
     faults = refusal(changed(adapter, tmp_path / "odd", config, tensors), base)
     assert all(fault.startswith(str(tmp_path / "odd")) for fault in faults)
     assert any(all(mention in fault for mention in mentions) for fault in faults), faults
+
+
+def test_a_base_that_is_another_is_one_fault(adapter: Path, base: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_checkpoint(other)
+    (fault,) = refusal(adapter, other)
+    count, width = len(load_file(adapter / "adapter_model.safetensors")), 48
+    start = f"{adapter}: {count} of {count} tensors do not fit; the first: tensor 'base_model.model."
+    assert fault.startswith(start)
+    assert fault.endswith(f"; it belongs to another base than {other}: give that with --base")
+    assert f"{width}]" in fault
 
 
 @pytest.mark.parametrize(

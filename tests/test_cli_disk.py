@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import test_cli
 from safetensors.numpy import load_file, save_file
-from test_cli import CONFIG, ROOT, llama, state, widen
+from small_llama import CONFIG, llama
+from test_cli import ROOT, state, widen
 
 folder, wide = test_cli.folder, test_cli.wide
 # The system's answers made up: little room, or room that is gone when it is needed.

@@ -245,6 +245,71 @@ def test_every_block_type_gives_the_same_file(kind: Kind, tmp_path: Path) -> Non
         same_gguf(source, tmp_path / f"{scaling}-back.gguf", rounded)
 
 
+HEADS_OF_24 = Tiny(hidden=96, ffn=96, heads=4, kv_heads=2, head=24, layers=1)
+
+
+@pytest.mark.parametrize(
+    ("tiny", "kind", "layout", "new"),
+    [
+        (HEADS_OF_24, Kind.F32, "interleave", Kind.Q8_0),  # blocks of 32, in which heads of 24 are laid axis after axis
+        (HEADS_OF_24, Kind.F32, "interleave", Kind.TQ2_0),  # blocks of 256, which narrow rows of 96 do not fill
+        (Tiny(layers=1), Kind.IQ2_XS, "tile", Kind.F32),  # in numbers copies stand side by side
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_copies_are_where_they_were_put_whatever_the_types_are_since(
+    tiny: Tiny, kind: Kind, layout: str, new: Kind, tmp_path: Path
+) -> None:
+    if new is Kind.TQ2_0:
+        tiny = replace(tiny, hidden=128, ffn=128, head=32)
+    source = write_tiny(tmp_path / "in.gguf", replace(tiny, kinds=(kind,)))
+    report = widened(source, tmp_path / "wide.gguf", scaling="sum")
+    assert report.job.plan.layout == layout
+    wide = gguf_oracle.retyped(tmp_path / "wide.gguf", tmp_path / "new.gguf", new)
+    if new is not Kind.F32:
+        with pytest.raises(
+            WidenError, match=f"'.*': {new.name}: .*; give --dequantize f32 .or f16., which folds the n"
+        ):
+            back(wide, tmp_path / "back.gguf")
+    folded = back(wide, tmp_path / "back.gguf", dequantize="F32")
+    old, found = gguf_oracle.read(source), gguf_oracle.read(tmp_path / "back.gguf")
+    for name, tensor in old.tensors.items():
+        values = found.tensors[name].values().astype(np.float64)
+        if new is Kind.TQ2_0:
+            # Three values for all of 256 numbers: their signs are left.
+            assert np.vdot(values, tensor.values()) > 0.5 * np.linalg.norm(values) * np.linalg.norm(tensor.values())
+        else:
+            np.testing.assert_allclose(values, tensor.values(), atol=0 if new is Kind.F32 else 0.03)
+    assert new is not Kind.F32 or folded.moved == []
+    # What nothing records is taken by the types, and told.
+    plain = tmp_path / "plain.gguf"
+    data = wide.read_bytes()
+    plain.write_bytes(data.replace(b"widen_ckpt.record", b"another_k.record_"))
+    result = command(
+        "collapse", plain, tmp_path / "told.gguf", "--factor", "2", "--scaling", "sum", "--dequantize", "f32"
+    )
+    assert ("nothing records how its copies are laid; by the types stored now" in result.stderr) == (new is Kind.Q8_0)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-scales"])
+@pytest.mark.parametrize("before", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_factors_are_where_they_were_put_whatever_the_types_are_since(name: str, before: Kind, tmp_path: Path) -> None:
+    """Blocks leave a root to a scalar, numbers take it themselves."""
+    family = replace(test_gguf_rotary.OWN[name], sizes=replace(test_gguf_rotary.LLAMA.sizes, hidden=64, inner=96))
+    kinds = {} if before is Kind.F32 else {r"attn_[qk]\.weight": before}
+    source = test_gguf_rotary.write(tmp_path / "in.gguf", family, kinds)
+    report = widened(source, tmp_path / "wide.gguf", grow="head_dim=2", scaling="copy")
+    assert bool(report.job.plan.scalars) == (before is not Kind.F32)
+    new = Kind.Q8_0 if before is Kind.F32 else Kind.F32
+    wide = gguf_oracle.retyped(tmp_path / "wide.gguf", tmp_path / "new.gguf", new)
+    back(wide, tmp_path / "back.gguf", dequantize="F32")
+    old, found = gguf_oracle.read(source), gguf_oracle.read(tmp_path / "back.gguf")
+    assert old.tensors.keys() == found.tensors.keys()
+    for each, tensor in old.tensors.items():
+        values = tensor.values().reshape(tensor.shape)
+        np.testing.assert_allclose(found.tensors[each].values().reshape(tensor.shape), values, rtol=2e-7, atol=0.02)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 def test_every_element_type(dtype: torch.dtype, tmp_path: Path) -> None:
     """Zeros of both signs, infinities and subnormal numbers among them; where bits were lost in widening, it was told of."""
@@ -665,6 +730,37 @@ def test_settings_and_sidecars(narrow: Path, tmp_path: Path) -> None:
 
 
 # Refusals.
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"config": {"tokenizer_class": "Other", "hidden_size": 48}}, "config key 'tokenizer_class'"),
+        ({"added": ["vocab_size"]}, "config key 'vocab_size'"),
+        ({"made": ["lm_head.weight"]}, "tensor 'lm_head.weight'"),
+    ],
+)
+def test_a_record_of_what_no_widening_changes(narrow: Path, tmp_path: Path, said: dict[str, Any], told: str) -> None:
+    """What is written by hand is not written into the narrow config."""
+    wide = tmp_path / "wide"
+    widened(narrow, wide)
+    if "made" in said:
+        edited(wide, lambda values: values.update({"lm_head.weight": values["model.embed_tokens.weight"].clone()}))
+    file = wide / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    record = json.loads(metadata["widen_ckpt"])
+    for key, value in said.items():
+        was = record["was"].get(key, {} if isinstance(value, dict) else [])
+        record["was"][key] = {**was, **value} if isinstance(value, dict) else [*was, *value]
+    save_file(load_file(file), file, {**metadata, "widen_ckpt": json.dumps(record)})
+    with pytest.raises(WidenError) as caught:
+        back(wide, tmp_path / "back")
+    assert caught.value.faults == (
+        f"{wide}: its record speaks of {told}, which widening a model of 'llama' does not change or make; "
+        "say how it was made, such as --factor 2, or give --record with the model as it was written then",
+    )
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_model_that_was_not_widened_so(narrow: Path, tmp_path: Path) -> None:

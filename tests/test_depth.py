@@ -287,16 +287,8 @@ BASE = (
     ("asked", "text"),
     [
         ({"base": "{llama}"}, BASE),
-        (
-            {"experts": 4},
-            "--depth 2x: does not go together with --experts; give each to a run of its own, --depth first",
-        ),
-        (
-            {"grow": "intermediate=2@0"},
-            "--depth 2x: does not go together with --grow ...@LAYERS; give each to a run of its own, --depth first",
-        ),
     ],
-    ids=["base", "experts", "layers"],
+    ids=["base"],
 )
 def test_what_takes_a_run_of_its_own(asked: dict[str, Any], text: str, narrow: Save, tmp_path: Path) -> None:
     models.save("llama", tmp_path / "narrow")

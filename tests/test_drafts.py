@@ -172,7 +172,8 @@ def test_names_that_fit_several_families_and_no_name_of_one_are_left_to_decide(t
         plan_of(path, drafted(path))
     assert refused.value.faults == (
         "mine.yaml:12:6: to decide, and then to take out of 'todo': nothing but names and shapes says that this model computes "
-        "what 'llama' does (they fit it, and as well gemma, granite, mistral, smollm3): compare the model's code with "
+        "what 'llama' does (they fit it, and as well ernie4_5, gemma, glm4_moe, granite, helium, mistral, nemotron-nas, seed_oss, "
+        "smollm3): compare the model's code with "
         "`widen-ckpt maps llama`, its norms, activation, positions and multipliers",
     )
 
@@ -182,6 +183,38 @@ def test_a_model_that_has_a_map(tmp_path: Path) -> None:
     made = run("maps", "--draft", "model", folder=tmp_path)
     assert made.stderr == "model: map 'gpt2' fits it as it is; it needs no map of its own\n"
     assert body(made.stdout) == "extends: gpt2\narchitecture: gpt2\nmatch: {model_type: [gpt2]}\n"
+
+
+def test_the_example_of_the_language(tmp_path: Path) -> None:
+    """docs/maps.md, from the draft to the map: its commands, what they print, what is right and how far off the draft is."""
+    page = (Path(__file__).parents[1] / "docs/maps.md").read_text(encoding="utf-8")
+    part = page[page.index("## From a draft to a map") : page.index("## Shapes")]
+    commands, maps = (re.findall(rf"```{kind}\n(.*?)```", part, re.DOTALL) for kind in ("sh", "yaml"))
+    gemma = Variant("GemmaForCausalLM", {**LLAMA, "head_dim": 10, "tie_word_embeddings": True}, small=_SMALL)
+    other = {"self_attn.o_proj": "self_attn.dense"}
+    model = saved(gemma, tmp_path / "model", other, model_type="acme", architectures=["AcmeForCausalLM"])
+    refused = run("model", "wide", folder=tmp_path)
+    assert "the closest map is 'llama'" in refused.stderr
+    assert "o_proj.weight as model.layers.*.self_attn.dense.weight" in refused.stderr
+    made = run(*commands[0].split(" > ")[0].split()[1:], folder=tmp_path)
+    assert body(made.stdout).rstrip() == maps[0].rstrip()
+    assert "`widen-ckpt maps gemma --draft model > mine.yaml`" in part
+    made = run("maps", "gemma", "--draft", "model", folder=tmp_path)
+    assert re.sub(" +# TODO.*", "", body(decided(made.stdout))).rstrip() == maps[1].rstrip()
+    errors = []
+    for text in (decided(maps[0]), maps[1]):
+        (tmp_path / "mine.yaml").write_text(text)
+        done = run(*commands[1].split()[1:], "--force", folder=tmp_path)
+        assert done.exit_code == 0, done.stderr
+        narrow, wide = (
+            restored(
+                Path(shutil.copytree(path, tmp_path / f"{path.name}{len(errors)}")), other, "gemma", "GemmaForCausalLM"
+            )
+            for path in (model, tmp_path / "wide")
+        )
+        errors.append(models.relative_error(narrow, wide))
+    assert errors[0] > 0.5
+    assert errors[1] < 10 * BOUND
 
 
 # A family with something else in it
@@ -208,7 +241,8 @@ def test_a_llama_with_norms_of_other_names(tmp_path: Path) -> None:
         'by its place and its shape"\n'
         "  - \"tensors: 'model.layers.*.self_attn.query_ln.weight' was taken for 'model.layers.*.self_attn.q_norm.weight', "
         'by its place and its shape"\n'
-        "  - \"nothing but names and shapes says that this model computes what 'qwen3' does (they fit it, and as well qwen3_moe): "
+        "  - \"nothing but names and shapes says that this model computes what 'qwen3' does (they fit it, and as well dots1, "
+        "hunyuan_v1_dense, qwen3_moe): "
         "compare the model's code with `widen-ckpt maps qwen3`, its norms, activation, positions and multipliers\"\n"
     )
     (tmp_path / "mine.yaml").write_text(made.stdout)
@@ -326,7 +360,8 @@ def test_names_that_no_map_knows_are_told_of_the_draft(invented: Path) -> None:
     refused = run("model", "wide", folder=invented.parent)
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr == (
-        "model/config.json: model_type 'acme' has no map; `widen-ckpt maps` lists those there are, and --map takes one of your own\n"
+        "model/config.json: model_type 'acme' has no map (did you mean 'arcee'?); `widen-ckpt maps` lists those there are, "
+        "and --map takes one of your own\n"
         "  no map knows its tensor names; `widen-ckpt maps --draft model > mine.yaml` drafts a map to complete (docs/maps.md)\n"
     )
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import families_encoders
 import families_llama
+import families_multimodal
+import families_newer
 import families_older
 import families_wrappers
 import models
@@ -34,6 +36,8 @@ FAMILIES: tuple[Family, ...] = (
     *families_llama.FAMILIES,
     *families_older.FAMILIES,
     *families_wrappers.FAMILIES,
+    *families_newer.FAMILIES,
+    *families_multimodal.FAMILIES,
 )
 EXACT = 1e-11  # relative to the largest output
 
@@ -55,9 +59,9 @@ def map_of(family: Family) -> ArchitectureMap:
 
 
 def ways(family: Family) -> list[str]:
-    """The ways in which heads grow that the family's map knows."""
+    """The exact ways in which heads grow that the family's map knows."""
     rope = map_of(family).rope
-    return list(rope.methods) if rope else []
+    return [way for way in rope.methods if way != "pairs"] if rope else []
 
 
 def exact_mode(family: Family, variant: str, growth: str, turn: int) -> str:
@@ -125,12 +129,17 @@ def convert(source: Path, target: Path, growth: str, **options: str) -> Report:
 
 
 def error(narrow: Narrow, family: Family, variant: str, dtype: torch.dtype, report: Report, folder: Path) -> float:
-    """The relative error of a written folder; hidden states are folded by the plan's scale of the output space."""
-    plan = report.job.plan
-    scale = float(plan.scales[plan.output]) if plan.output in plan.scales else 1.0
+    """The relative error of a written folder; every output that grew is folded by the scale that the plan says it has."""
+    before = narrow.outputs(family.name, variant, dtype)
     wide = models.outputs(folder, torch.float64, inputs=family.variants[variant].inputs)
-    scales = {name: scale for name in wide if name.endswith("last_hidden_state")}
-    return models.relative_error(narrow.outputs(family.name, variant, dtype), wide, scales)
+    stated = report.job.plan.output_scales
+    scales = {name: stated["last_hidden_state"] for name in wide if name.endswith(".last_hidden_state")} | stated
+    # What is normalised to length 1 has copies of the length that is left for each.
+    embedded = [name for name in wide if name.endswith("_embeds")]
+    scales |= {name: (before[name].shape[-1] / wide[name].shape[-1]) ** 0.5 for name in embedded}
+    grown = {name for name, value in wide.items() if value.shape != before[name].shape}
+    assert grown <= scales.keys(), f"the plan does not say how {grown - scales.keys()} come out"
+    return models.relative_error(before, wide, scales)
 
 
 @pytest.mark.parametrize(("family", "variant", "mode", "growth"), CASES)
@@ -185,7 +194,7 @@ def test_what_cannot_grow_is_refused(family: Family, growth: str, word: str, nar
 
 TILED = (
     "albert", "deberta-v2", "modernbert", "gpt_neox", "codegen", "bloom", "falcon_groups", "mixtral", "phi3", "deepseek_v3",
-    "gpt_oss", "rwkv", "t5",
+    "gpt_oss", "rwkv", "t5", "bart", "whisper", "encoder-decoder", "vision-encoder-decoder",
 )  # fmt: skip
 
 
@@ -254,6 +263,23 @@ def test_what_nothing_makes_is_not_read(tmp_path: Path) -> None:
     assert caught.value.faults == (
         f"{source}: tensor 'transformer.encoder.block.*.layer.1.DenseReluDense.wo.weight' reads product, which no tensor of the "
         "file makes; what the config says of the model is not so, or the map is that of another",
+    )
+
+
+def test_what_computes_its_positions_grows_elsewhere(tmp_path: Path) -> None:
+    """transformers saves a MarianMTModel without its tables of sinusoids, and makes others for another width."""
+    family = next(family for family in FAMILIES if family.name == "marian")
+    described = replace(family.variants["marian_base"], model_class="MarianMTModel")
+    source, target = tmp_path / "narrow", tmp_path / "wide"
+    models.build(described, torch.float64).save_pretrained(source)
+    convert(source, target, "encoder_intermediate=3,decoder_intermediate=2")
+    before, after = (models.outputs(one, torch.float64, inputs=described.inputs) for one in (source, target))
+    assert models.relative_error(before, after) <= EXACT
+    with pytest.raises(WidenError) as caught:
+        convert(source, tmp_path / "wider", "hidden=2")
+    assert caught.value.faults == (
+        "--grow hidden=2: 'hidden' cannot grow exactly: its positions are sinusoids computed at run time, which do not follow a "
+        "repeat; grow encoder_intermediate and decoder_intermediate instead",
     )
 
 

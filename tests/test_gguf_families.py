@@ -60,6 +60,7 @@ MIXED = {
     "qwen2moe": "hidden=2,expert_intermediate=3,shared_intermediate=5,heads=2,kv_heads=2",
     "qwen3moe": "hidden=2,expert_intermediate=3,heads=2,kv_heads=2",
     "qwen3moe-derived": "hidden=2,intermediate=3,expert_intermediate=3,heads=3",
+    "glm4moe": "hidden=2,intermediate=5,expert_intermediate=3,heads=2,kv_heads=2",
     "deepseek2": "hidden=2,intermediate=5,expert_intermediate=3,heads=3",
     "deepseek2-lite": "hidden=3,heads=2",
 }
@@ -142,8 +143,8 @@ def _scaled(data: bytes, path: Path, part: str) -> bytes:
 
 def test_every_map_is_proved() -> None:
     mapped = {name for file in map_names() if file.endswith(".gguf") for name in catalog_map(file).gguf_architectures}
-    # LLaMA's map has tests of its own, deci's has test_gguf_layers.
-    assert mapped == {family.architecture for family in FAMILIES.values()} | {"llama", "deci"}
+    # LLaMA's map has tests of its own, deci's has test_gguf_layers, openelm's has test_layer_lists.
+    assert mapped == {family.architecture for family in FAMILIES.values()} | {"llama", "deci", "openelm"}
     assert all(map_for_gguf(name) is not None for name in mapped)
 
 

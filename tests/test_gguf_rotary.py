@@ -243,7 +243,8 @@ def test_tiled_values_beside_any_way(narrow: Narrow, tmp_path: Path, way: str) -
 
 
 def test_every_map_with_ways_to_grow_heads_is_run() -> None:
-    run_here = {family_of(name).architecture for name, *_ in RUNS}
+    # OpenELM's heads, which differ from layer to layer, grow in test_layer_lists.
+    run_here = {family_of(name).architecture for name, *_ in RUNS} | {"openelm"}
     maps = [catalog_map(name) for name in map_names() if name.endswith(".gguf")]
     assert [found.file for found in maps if found.rope and not run_here & {*found.gguf_architectures}] == []
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,22 @@ ROOT = Path(__file__).parents[1]
 ALONE = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
+@cache
+def process() -> subprocess.Popen[str]:
+    """One that has imported what its children need, and has no threads and so may fork."""
+    script = [sys.executable, str(ROOT / "tests" / "interruptions.py"), "--serve"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(script, env={**os.environ, **ALONE, "PYTHONPATH": str(ROOT)}, **pipes)
+
+
 def interrupt(case: str, how: str, *more: str) -> dict[str, Any]:
-    """All interruptions of a case, in a process that has no threads and so may fork."""
-    script = [sys.executable, str(ROOT / "tests" / "interruptions.py"), "--case", case, "--how", how, *more]
-    done = subprocess.run(script, env={**os.environ, **ALONE, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
+    """All interruptions of a case."""
+    running = process()
+    assert running.stdin is not None
+    assert running.stdout is not None
+    running.stdin.write(json.dumps(["--case", case, "--how", how, *more]) + "\n")
+    running.stdin.flush()
+    told: dict[str, Any] = json.loads(running.stdout.readline())
     return told
 
 

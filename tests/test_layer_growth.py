@@ -28,6 +28,12 @@ from widen_cli.plan.wishes import parse_grow
 _KEYS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "attention.key_length")
 
 
+FORMATS = (
+    "GGUF: deci (intermediate, heads, kv_heads, which a llama becomes), openelm (intermediate, heads, kv_heads); "
+    "Hugging Face: gemma3n_text (intermediate), nemotron-nas (intermediate, kv_heads), openelm (intermediate)"
+)
+
+
 def _llama(**sizes: Any) -> gguf_families.Family:
     return gguf_families.Family("llama", gguf_families._llama_like(), gguf_families.Sizes(layers=3, **sizes))
 
@@ -126,16 +132,15 @@ def test_what_a_file_cannot_say(files: Callable[[str], Path]) -> None:
         "IN: the wide model would have heads 2, kv_heads 4, and 'deci' needs heads % kv_heads == 0; choose other factors with --grow"
     ]
     assert refusal(files("llama"), grow="intermediate=2@1", experts=4) == [
-        "--grow intermediate=2@1: the GGUF of a 'llama' with experts has one intermediate for all layers; GGUF architectures with "
-        "one for each: deci (intermediate, heads, kv_heads), which a llama becomes"
+        "--grow intermediate=2@1: the GGUF of a 'llama' with experts has one intermediate for all layers; models with one for each: "
+        + FORMATS
     ]
 
 
 def test_other_formats_are_told_which_ones_can(tmp_path: Path) -> None:
     models.build(models.VARIANTS["llama"], torch.float32).save_pretrained(tmp_path / "hf")
     assert refusal(tmp_path / "hf", grow="intermediate=2@1,heads=2@0") == [
-        f"--grow {growth}: the config of a 'llama' has one {axis} for all layers; GGUF architectures with one for each: deci "
-        "(intermediate, heads, kv_heads), which a llama becomes"
+        f"--grow {growth}: the config of a 'llama' has one {axis} for all layers; models with one for each: {FORMATS}"
         for growth, axis in (("intermediate=2@1", "intermediate"), ("heads=2@0", "heads"))
     ]
 

@@ -1154,7 +1154,7 @@ def test_positions_that_do_not_follow_a_repeat(planned: Callable[..., Plan]) -> 
     reasons = {
         "head_dim": "its rotary angles depend on the head size, and a plain repeat gives the copies other angles; grow heads instead",
         "heads": "ALiBi's slopes depend on the number of heads; grow head_dim instead",
-        "hidden": "its positions are sinusoids computed at run time, which do not follow a repeat",
+        "hidden": "its positions are sinusoids computed at run time, which do not follow a repeat; grow inner instead",
     }
     for which, axis in ((rope, "head_dim"), (alibi, "heads"), (sinusoid, "hidden")):
         with pytest.raises(WidenError) as caught:

@@ -64,19 +64,19 @@ def test_each_part_has_to_be_whole(tmp_path: Path, name: str, lacking: str) -> N
         (
             "encoder",
             {"model_type": "distilbert"},
-            "encoder.model_type is 'distilbert', and map 'encoder-decoder' knows only encoder.model_type in "
+            "encoder.model_type is 'distilbert', which map 'encoder-decoder' does not cover: it needs encoder.model_type in "
             '["bert", "roberta", "xlm-roberta", "camembert"]',
         ),
         (
             "decoder",
             {"model_type": "bart"},
-            "decoder.model_type is 'bart', and map 'encoder-decoder' knows only decoder.model_type in "
+            "decoder.model_type is 'bart', which map 'encoder-decoder' does not cover: it needs decoder.model_type in "
             '["bert", "roberta", "xlm-roberta", "camembert", "gpt2"]',
         ),
         (
             None,
             {"tie_encoder_decoder": True},
-            "tie_encoder_decoder is True, and map 'encoder-decoder' knows only not tie_encoder_decoder",
+            "tie_encoder_decoder is True, which map 'encoder-decoder' does not cover: it needs not tie_encoder_decoder",
         ),
     ],
 )
@@ -91,5 +91,7 @@ def test_a_part_that_no_tensor_begins_with(tmp_path: Path) -> None:
     path.write_text("extends: encoder-decoder\narchitecture: mine\nparts:\n  decodr.: true\n  encoder.: no_key == 1\n")
     with pytest.raises(WidenError) as caught:
         load_map(path, "mine.yaml")
-    assert "mine.yaml:4:3: no tensor of this map begins with 'decodr.'" in caught.value.faults
+    assert (
+        "mine.yaml:4:3: no tensor of this map begins with 'decodr.' (did you mean 'decoder.'?)" in caught.value.faults
+    )
     assert "mine.yaml:5:13: 'no_key' is no axis, space or config key of this map" in caught.value.faults

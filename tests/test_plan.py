@@ -320,6 +320,20 @@ def test_a_slip_in_a_key_is_told(key: str, slip: str, axis: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "slip", "what"),
+    [
+        ("num_hidden_layers", "num_hiden_layers", "counts model.layers.*"),
+        ("num_key_value_heads", "num_key_values_heads", "holds kv_heads"),
+    ],
+)
+def test_a_slip_in_a_key_that_may_be_absent_is_told(key: str, slip: str, what: str) -> None:
+    """Layers would be counted by their names, kv_heads be as many as heads; the wide config would have the key twice."""
+    config = {slip if name == key else name: value for name, value in LLAMA.items()} | {"num_hidden_layer_types": 2}
+    told = f"in: config.json: there is no '{key}', which the map says {what} (did you mean '{slip}'?)"
+    assert told in faults(llama(), config, factor=2)
+
+
 @pytest.mark.parametrize("value", ["12", 0, -3, 12.0, True, [12]])
 def test_a_size_is_a_whole_number(value: Any) -> None:
     assert faults(llama(), LLAMA | {"hidden_size": value}, factor=2)[0] == (
@@ -963,6 +977,7 @@ def test_json_has_an_object_for_each_tensor() -> None:
         "factors": [{"text": "1/2", "value": 0.5}],
         "copies_are_zero": False,
         "filled": [],
+        "split": None,
         "dtype": "F32",
         "new_dtype": "F32",
         "exactness": "exact",

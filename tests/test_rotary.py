@@ -534,7 +534,7 @@ REFUSED: list[tuple[str, Edit | None, str, str | None, str]] = [
     ("llama-yarn", yarn_beyond, "head_dim=2", None, cannot(RAMP)),
     ("llama-plain", unheard_of, "head_dim=2", None, cannot("no way to do it is known to be exact, since rope_type is 'spiral'")),
     ("llama-yarn", None, "head_dim=2", "spread", not_exact("spread", "these are: theta")),
-    ("llama-plain", None, "head_dim=2", "frequencies", not_exact("frequencies", "these are: spread, theta")),
+    ("llama-yarn", None, "head_dim=2", "frequencies", not_exact("frequencies", "these are: theta")),
     ("gptj", None, "hidden=2,head_dim=2", "theta", not_exact("theta", "these are: spread", "for 'gptj'")),
     ("phi3", two_fifths, "head_dim=3", None, needs("head_dim 18, rotated 6", "phi3", FRACTION)),
     ("gpt_neox", a_quarter, "hidden=2,head_dim=2", None, needs("rotary 4, rotated 6", "gpt_neox", "2 * rotary <= rotated + 1")),
@@ -558,7 +558,7 @@ def test_what_cannot_be_exact_is_refused(
 def test_a_key_that_the_library_does_not_read_may_be_stale(narrow: Narrow, tmp_path: Path, name: str) -> None:
     source = narrow(name, stale)
     job = widen(source, tmp_path / "wide", "head_dim=2")
-    assert config_of(tmp_path / "wide")["head_dim"] == config_of(tmp_path / "wide")["qk_rope_head_dim"] == 8
+    assert [config_of(tmp_path / "wide")[key] for key in ("qk_rope_head_dim", "head_dim")] == [8, 6]
     assert error(name, source, tmp_path / "wide", job) <= EXACT
 
 
@@ -599,7 +599,8 @@ def test_yarn_that_is_cut_off_is_rightly_refused(
     assert f"'head_dim' cannot grow exactly: {RAMP}" in text
     family = {"llama-plain": "llama", "one-pair": "llama"}.get(name, name)
     unguarded = re.sub(r"    theta: (>-\n.*\n.*\n|.*\n)", "    theta: true\n", map_text(family))
-    (tmp_path / "mine.yaml").write_text(unguarded)
+    inherited = "" if "    theta: true\n" in unguarded else "\nrope: {methods: {theta: true}}\n"
+    (tmp_path / "mine.yaml").write_text(unguarded + inherited)
     job = widen(source, tmp_path / "wide", grow, map=str(tmp_path / "mine.yaml"), rope="theta")
     before, after = (models.outputs(tmp_path / one, torch.float64, inputs=variant.inputs) for one in ("narrow", "wide"))
     scale = float(job.plan.scales[str(job.plan.output)])

@@ -480,6 +480,30 @@ def test_what_is_no_number_is_never_the_same(value: float) -> None:
     assert (same.as_json()["narrow_not_finite"], same.as_json()["wide_not_finite"]) == (1, 1)
 
 
+def test_equal_infinities_are_the_same() -> None:
+    """Masked tokens, and what a type is too small for: the largest share everything, in both models alike."""
+    narrow = np.random.default_rng(0).standard_normal((12, 5))
+    narrow[:, 2] = -np.inf
+    narrow[3, 1] = narrow[3, 4] = narrow[5, 0] = np.inf
+    narrow[7] = -np.inf
+    wide = np.where(np.isfinite(narrow), narrow + 1e-9, narrow)
+    allowed = bounds({"logits": narrow}, [(8, {"logits": wide})], 2.0**-24)
+    (verdict,) = judged({"logits": narrow}, {"logits": wide}, allowed, {})
+    assert verdict.same
+    assert verdict.measured is not None
+    assert verdict.measured.kl is not None
+    assert 0 <= verdict.measured.kl[1] < 1e-15
+    for place, value in (((5, 0), -np.inf), ((3, 1), 1.0), ((0, 2), 0.0), ((0, 0), np.nan)):
+        other = wide.copy()
+        other[place] = value
+        (verdict,) = judged({"logits": narrow}, {"logits": other}, allowed, {})
+        assert not verdict.same, place
+    # Disturbed, a value may become infinite: that allows no difference.
+    (disturbed := wide.copy())[0, 0] = np.inf
+    found = bounds({"logits": narrow}, [(8, {"logits": wide}), (8, {"logits": disturbed})], 2.0**-24)
+    assert found == allowed
+
+
 def test_other_shapes_and_outputs_differ() -> None:
     narrow, wide = {"logits": np.ones((2, 3)), "a": np.ones(2)}, {"logits": np.ones((2, 4)), "b": np.ones(2)}
     verdicts = judged(narrow, wide, bounds(narrow, [], 2.0**-24), {})

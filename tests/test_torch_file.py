@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ import torch
 
 from tests.models import build
 from widen_cli import torch_pickle, torch_zip
+from widen_cli.convert import prepare
+from widen_cli.demo import make_checkpoint
 from widen_cli.dtypes import STORED
 from widen_cli.errors import WidenError
+from widen_cli.options import Options
 from widen_cli.safetensors_file import AGAIN, SafetensorsHeader, StoredTensor
 from widen_cli.sources import FileSource, PipeSource
 from widen_cli.torch_file import read_torch_file, read_weights
@@ -789,3 +793,19 @@ def test_legacy_without_its_list(tmp_path: Path) -> None:
     assert "does not list the storage '" in fault(opened(tmp_path))
     (tmp_path / "x.bin").write_bytes(data[:end] + b"\x80\x02]X\x01\x00\x00\x00?a." + bytes(64))
     assert fault(opened(tmp_path)) == f"lists a storage that its pickle does not name, or twice; {AGAIN}"
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod."])
+def test_a_compiled_model_without_a_config_is_told_its_prefix(prefix: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    tensors = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    path = tmp_path / "compiled.pt"
+    torch.save({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, path)
+    given = Options(str(path), str(tmp_path / "out.safetensors"))
+    with pytest.raises(WidenError) as refused:
+        prepare(given)
+    assert refused.value.faults == (
+        f"{path}: every tensor name starts with '{prefix}', and without it the names fit the map 'llama': give --strip-prefix {prefix}",
+    )
+    sizes = ("num_attention_heads=6", "num_key_value_heads=3")
+    prepare(replace(given, strip_prefix=prefix, settings=sizes)).checkpoint.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import gguf_families
 import gguf_oracle
+import models
 import numpy as np
 import pytest
 import test_adapters
@@ -295,3 +297,66 @@ def test_verify_needs_files(narrow: Path, tmp_path: Path, more: list[str]) -> No
     result = command("convert", narrow, tmp_path / "wide", "--verify", *more)
     assert result.exit_code == 2
     assert "--verify reads IN and OUT again; name files for both, and leave --dry-run out" in result.stderr
+
+
+# Models that are mixed up.
+
+
+def test_narrow_and_wide_swapped(narrow: Path, wide: Path) -> None:
+    assert told(wide, narrow, code=1) == [
+        f"does not record how it was made, and {wide} does: are the two swapped (verify NARROW WIDE)? "
+        "If not, give the options of the conversion, such as --factor 2"
+    ]
+    assert told(wide, narrow, "--factor", "2")[0] == (
+        f"none of its 15 matrices has the name and shape that widening {wide} gives: the two are likely swapped (verify NARROW "
+        "WIDE), or it was made of another model"
+    )
+    widened(wide, wide.with_name("wider"))
+    assert told(wide.with_name("wider"), wide)[0].startswith(
+        "none of its 15 matrices has the name and shape that widening "
+    )
+
+
+def test_a_wide_model_of_another_narrow_one(narrow: Path, wide: Path, tmp_path: Path) -> None:
+    edited(narrow, lambda tensors: tensors.update({name: 2 * array for name, array in tensors.items()}))
+    likely = (
+        f"none of its 15 matrices is what widening {narrow} gives, as of a model that was trained since or stored in other types; "
+        "or it was made of another model"
+    )
+    assert told(narrow, wide)[0] == likely
+    result = json.loads(command("verify", narrow, wide, "--json").stdout)
+    assert (result["likely"], result["same"]) == (likely, False)
+    other = tmp_path / "other"
+    models.build(models.VARIANTS["bert"], models.torch.float32).save_pretrained(other)
+    lines = told(other, wide, code=1)
+    assert lines[0] == (
+        f"records a widening (hidden x2, intermediate x2, heads x2, kv_heads x2) that {other} does not take, so that is not the model "
+        "it was made of, or the two are swapped (verify NARROW WIDE); what it does not fit:"
+    )
+    assert len(lines) > 1
+    # What cannot be read at all says nothing of the other.
+    (other / "model.safetensors").write_bytes(b"12345678")
+    assert not any("records a widening" in line for line in told(other, wide, code=1))
+
+
+def test_a_prefix_that_a_trainer_put_before_the_names_of_the_wide_model(narrow: Path, wide: Path) -> None:
+    def prefixed(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            tensors[f"_orig_mod.{name}"] = tensors.pop(name)
+
+    edited(wide, prefixed)
+    assert told(narrow, wide)[0] == (
+        f"every tensor name starts with '_orig_mod.', which those of {narrow} do not; --strip-prefix _orig_mod. compares without it"
+    )
+    check(narrow, wide, "--strip-prefix", "_orig_mod.")
+    edited(narrow, prefixed)
+    check(narrow, wide, "--strip-prefix", "_orig_mod.")
+
+
+def test_the_summary_counts_what_was_compared(narrow: Path, wide: Path, tmp_path: Path) -> None:
+    result = command("verify", narrow, wide)
+    assert re.search(r"verified: \d+ tensors of \d+ bytes and \d+ config values are what widening", result.stderr)
+    adapter = test_adapters.make_adapter(narrow, tmp_path / "adapter", target_modules=["q_proj"])
+    widened(adapter, tmp_path / "out", "--base", str(narrow))
+    result = command("verify", adapter, tmp_path / "out", "--base", narrow)
+    assert re.search(r"verified: \d+ tensors of \d+ bytes are what widening", result.stderr)

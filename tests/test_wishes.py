@@ -11,7 +11,7 @@ from test_plan import LLAMA, llama, planned
 from widen_cli.config import ModelConfig
 from widen_cli.errors import WidenError
 from widen_cli.maps import catalog_map
-from widen_cli.plan.parallel import lost_degrees
+from widen_cli.plan.parallel import undivided
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.wishes import EXAMPLES, parse_grow, said_as_factors, wished
 
@@ -165,19 +165,24 @@ def test_a_plan_by_sizes_is_the_plan_by_factors() -> None:
     assert by_size == planned(llama(), LLAMA, "hidden=2x,intermediate=2x,heads=2x,kv_heads=2x")
 
 
-def test_tensor_parallel_degrees_that_are_lost() -> None:
-    old = sizes({"hidden": 4096, "intermediate": 11008, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 100})
-    new = sizes({"hidden": 4098, "intermediate": 11012, "heads": 40, "kv_heads": 10, "head_dim": 129, "vocab": 102})
-    assert list(lost_degrees(old, new)) == [
-        "hidden grows from 4096 to 4098, which tensor-parallel degrees of 4 and 8 do not divide any more; hidden=round:8 in --grow "
-        "keeps them",
-        "intermediate grows from 11008 to 11012, which tensor-parallel degrees of 8 do not divide any more; intermediate=round:8 in "
-        "--grow keeps them",
-        "kv_heads grows from 8 to 10, which tensor-parallel degrees of 4 and 8 do not divide any more; kv_heads=round:8 in --grow "
-        "keeps them",
-        "vocab grows from 100 to 102, which tensor-parallel degrees of 4 do not divide any more; vocab=round:4 in --grow keeps them",
+def test_tensor_parallel_degrees_that_new_sizes_do_not_divide_by() -> None:
+    old = sizes({"hidden": 4096, "intermediate": 11008, "heads": 9, "kv_heads": 8, "head_dim": 128, "vocab": 100})
+    new = sizes({"hidden": 4098, "intermediate": 11012, "heads": 12, "kv_heads": 10, "head_dim": 129, "vocab": 104})
+    assert list(undivided(old, new)) == [
+        "hidden grows from 4096 to 4098, which tensor-parallel degrees of 4 and 8 do not divide any more; "
+        "hidden=round:8 in --grow gives a size that they do",
+        "intermediate grows from 11008 to 11012, which tensor-parallel degrees of 8 do not divide any more; "
+        "intermediate=round:8 in --grow gives a size that they do",
+        "heads grows from 9 to 12, which tensor-parallel degrees of 8 do not divide; heads=round:8 in --grow gives a size that "
+        "they do",
+        "kv_heads grows from 8 to 10, which tensor-parallel degrees of 4 and 8 do not divide any more; "
+        "kv_heads=round:8 in --grow gives a size that they do",
     ]
-    assert not list(lost_degrees(old, old.grown({"hidden": Fraction(3), "heads": Fraction(5)})))
     few = sizes({"kv_heads": 1})
-    assert [text[:28] for text in lost_degrees(few, sizes({"kv_heads": 3}))] == ["kv_heads grows from 1 to 3, "]
-    assert not list(lost_degrees(few, sizes({"kv_heads": 2})))
+    assert not list(undivided(sizes({"kv_heads": 2}), sizes({"kv_heads": 4})))
+    assert [text[:28] for text in undivided(few, sizes({"kv_heads": 3}))] == []
+
+
+def test_sizes_are_warned_of_and_multiples_are_not() -> None:
+    plan = planned(llama(), LLAMA, "heads=2,kv_heads=2,intermediate=22")
+    assert [text.partition(",")[0] for text in plan.warnings] == ["intermediate grows from 10 to 22"]

@@ -49,11 +49,13 @@ def aimed(options: Options, checkpoint: Checkpoint, request: PlanRequest) -> tup
             opened.callback(model.close)
         choice = choose_map(model, options.map)
         narrow = _Narrow(_with_depth(options, model, choice), choice, request)
-        grow = parse_growth(options.grow)[0] if options.grow is not None else {}
+        grow, layers = parse_growth(options.grow) if options.grow is not None else ({}, ())
         asked = wished(narrow.architecture, narrow.sizes, grow)
         fixed = {axis: Fraction(ratio) for axis, ratio in asked.items()}
         found = _like(options, narrow, fixed) if options.like is not None else _sized(options, narrow, fixed)
-        said = [f"{axis}={ratio}x" for axis, ratio in found.ratios.items()] + [str(wish) for wish in grow.values()]
+        said = [f"{axis}={ratio}x" for axis, ratio in found.ratios.items()] + [
+            str(one) for one in (*grow.values(), *layers)
+        ]
         aim = Aim(found.lines, found.values, found.doubts)
         return replace(options, like=None, target_params=None, grow=",".join(said)), aim
 

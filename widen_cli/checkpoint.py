@@ -87,8 +87,7 @@ class Checkpoint:
         """Of a pipe, reads what follows the last tensor that was needed; WidenError where that is cut short or too long, or
         where a file is not what it was when it was opened."""
         for source in self.sources():
-            if isinstance(source, FileSource):
-                source.expect_unchanged()
+            source.expect_unchanged()
             if isinstance(source, PipeSource):
                 if self.gguf is not None:
                     expect_end(source, self.gguf.header)
@@ -322,6 +321,11 @@ class Choice:
     section: str = ""
     root: str = ""
 
+    @classmethod
+    def of(cls, architecture: ArchitectureMap) -> Choice:
+        """The choice of a map as it stands, with the section of the config that it speaks of."""
+        return cls(architecture, section=architecture.section)
+
 
 def choose_map(checkpoint: Checkpoint, option: str | None) -> Choice:
     """The map asked for, the one of the config's model_type (or of its text_config's), or the one that the tensor names fit.
@@ -330,13 +334,13 @@ def choose_map(checkpoint: Checkpoint, option: str | None) -> Choice:
     """
     if option is not None:
         named = option.endswith((".yaml", ".yml")) or Path(option).is_file()
-        return Choice(load_map(Path(option), option) if named else catalog_map(option))
+        return Choice.of(load_map(Path(option), option) if named else catalog_map(option))
     if checkpoint.gguf is not None:
         return Choice(_map_of_gguf(checkpoint, checkpoint.gguf))
     model_type = checkpoint.config.get("model_type")
     if isinstance(model_type, str):
         found = map_for_model_type(model_type)
-        choice = Choice(found) if found else _nested(checkpoint)
+        choice = Choice.of(found) if found else _nested(checkpoint)
         if choice is None:
             raise WidenError(_unknown_type(checkpoint, model_type))
         return choice
@@ -344,6 +348,7 @@ def choose_map(checkpoint: Checkpoint, option: str | None) -> Choice:
 
 
 SECTION = "text_config"
+PREFIX_PARTS = 4  # such as module._orig_mod.
 
 
 def _nested(checkpoint: Checkpoint) -> Choice | None:
@@ -396,17 +401,40 @@ def _offer(checkpoint: Checkpoint) -> list[str]:
     return [] if checkpoint.faults or not checkpoint.tensors else told(nearest_map(checkpoint), given)
 
 
+def _fitting(tensors: Sequence[StoredTensor], config: ModelConfig) -> list[str]:
+    """The maps under which the fewest weights are unknown and missing; none where half of all are unknown."""
+    scores: dict[str, tuple[int, int]] = {}
+    ends = name_ends(tensors)
+    for name in (name for name in map_names() if not name.endswith(".gguf") and known_names(catalog_map(name), ends)):
+        match = match_tensors(catalog_map(name), tensors, config)
+        if match.matched:
+            scores[name] = (len(match.strangers), len(missing_tensors(catalog_map(name), match, config)))
+    best = min(scores.values(), default=(0, 0))
+    return [name for name, score in scores.items() if score == best] if best[0] <= len(tensors) // 2 else []
+
+
+def _prefixed(checkpoint: Checkpoint) -> tuple[str, str] | None:
+    """A prefix of all names, such as that of torch.compile, and a map that knows them without it; None where there is none."""
+    first = next((tensor.name for tensor in checkpoint.tensors), "")
+    ends = [place + 1 for place, letter in enumerate(first) if letter == "."]
+    for prefix in (first[:end] for end in ends[:PREFIX_PARTS]):
+        if not all(tensor.name.startswith(prefix) for tensor in checkpoint.tensors):
+            return None
+        bare = [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in checkpoint.tensors]
+        if fitting := _fitting(bare, checkpoint.config):
+            return prefix, next((name for name in fitting if catalog_map(name).by_names), fitting[0])
+    return None
+
+
 def _map_by_names(checkpoint: Checkpoint) -> Choice:
     """The map under which no weight is unknown and the fewest are missing; of equals the one that may be taken by names."""
-    scores: dict[str, tuple[int, int]] = {}
-    ends = name_ends(checkpoint.tensors)
-    for name in (name for name in map_names() if not name.endswith(".gguf") and known_names(catalog_map(name), ends)):
-        match = match_tensors(catalog_map(name), checkpoint.tensors, checkpoint.config)
-        if match.matched:
-            scores[name] = (len(match.strangers), len(missing_tensors(catalog_map(name), match, checkpoint.config)))
-    best = min(scores.values(), default=(0, 0))
-    fitting = [name for name, score in scores.items() if score == best]
-    if not fitting or best[0] > len(checkpoint.tensors) // 2:
+    fitting = _fitting(checkpoint.tensors, checkpoint.config)
+    if not fitting:
+        if found := _prefixed(checkpoint):
+            raise WidenError(
+                f"{printable(checkpoint.name)}: every tensor name starts with '{printable(found[0])}', and without it the names fit "
+                f"the map '{found[1]}': give --strip-prefix {printable(found[0])}"
+            )
         nested = "; its sizes stand in text_config" if "text_config" in checkpoint.config else ""
         head = (
             f"{printable(checkpoint.name)}: no config says what model this is, and its tensor names fit no map{nested}; "

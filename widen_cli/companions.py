@@ -7,19 +7,26 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.config import ModelConfig, read_json
 from widen_cli.errors import Faults, WidenError, brief, printable
+from widen_cli.plan.numbered import Numbered
 
 
 def companions_of(
-    checkpoint: Checkpoint, given: str, output: str, sidecars: Mapping[str, Mapping[str, int | Fraction]]
+    checkpoint: Checkpoint,
+    given: str,
+    output: str,
+    sidecars: Mapping[str, Mapping[str, int | Fraction]],
+    numbered: Mapping[str, Mapping[str, Numbered]],
 ) -> dict[str, Path | bytes]:
-    """What lies beside the weights: files to copy, and sidecars that state a width with the new one.
+    """What lies beside the weights: files to copy, and sidecars that state a width, or heads by number, with the new ones.
 
-    `sidecars` gives for a file pattern the factors of the widths it states, fractions on the way back. An output folder
-    inside the input's is no part of the model. Raises WidenError for what would not fit the wide model.
+    `sidecars` gives for a file pattern the factors of the widths it states, fractions on the way back, `numbered` where the
+    heads go. An output folder inside the input's is no part of the model. Raises WidenError for what would not fit the wide
+    model.
     """
     if checkpoint.directory is None:
         return {}
@@ -32,7 +39,12 @@ def companions_of(
         if Path(os.path.realpath(source / relative)).is_relative_to(target):
             continue
         grown = next((keys for pattern, keys in sidecars.items() if fnmatchcase(name, pattern)), None)
-        found[name] = source / relative if grown is None else _grown_sidecar(source / relative, grown)
+        moved = {key: each for key, each in numbered.get(name, {}).items() if each.moves}
+        found[name] = source / relative
+        if grown is not None:
+            found[name] = _grown_sidecar(source / relative, grown)
+        elif moved and (new := _renumbered_sidecar(source / relative, moved)) is not None:
+            found[name] = new
     return found
 
 
@@ -71,11 +83,7 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def _grown_sidecar(path: Path, grown: Mapping[str, int | Fraction]) -> bytes:
-    values = read_json(path, "a sidecar config")
-    if not isinstance(values, dict):
-        raise WidenError(
-            f"{printable(str(path))}: a sidecar config is a JSON object, this is a {type(values).__name__}"
-        )
+    values = _sidecar(path)
     widths = {key: values[key] * factor for key, factor in grown.items() if type(values.get(key)) is int}
     for key, width in widths.items():
         if not 0 < values[key] < 1 << 63:
@@ -84,3 +92,32 @@ def _grown_sidecar(path: Path, grown: Mapping[str, int | Fraction]) -> bytes:
             raise WidenError(f"{printable(str(path))}: {key} is {values[key]}, no multiple of what it grows by")
     widths = {key: int(width) for key, width in widths.items()}
     return ModelConfig({**values, **widths}, str(path)).to_bytes()
+
+
+def _renumbered_sidecar(path: Path, moved: Mapping[str, Numbered]) -> bytes | None:
+    """The file with the heads that it names under their new numbers; None where it names none."""
+    values = _sidecar(path)
+    held = {key: each for key, each in moved.items() if values.get(key) is not None}
+    for key, each in held.items():
+        named = values[key]
+        try:
+            values[key] = each.renumbered(named)
+        except ValueError as error:
+            raise WidenError(
+                f"{printable(str(path))}: {key} holds {brief(error.args[0])}, which is no [layer, head] of the model; correct it, "
+                "or take it out"
+            ) from None
+        if named and not values[key]:
+            raise WidenError(
+                f"{printable(str(path))}: {key} names heads of layers alone that would be gone; keep one of these, or take it out"
+            )
+    return ModelConfig(values, str(path)).to_bytes() if held else None
+
+
+def _sidecar(path: Path) -> dict[str, Any]:
+    values = read_json(path, "a sidecar config")
+    if not isinstance(values, dict):
+        raise WidenError(
+            f"{printable(str(path))}: a sidecar config is a JSON object, this is a {type(values).__name__}"
+        )
+    return values

@@ -12,6 +12,7 @@ from typing import Any
 from widen_cli.errors import WidenError, is_text, printable
 
 MISSING = object()
+EACH = "*"  # in a dotted key, every object of a list
 # The largest configs list some ten thousand labels.
 JSON_LIMIT = 20_000_000
 
@@ -19,9 +20,10 @@ JSON_LIMIT = 20_000_000
 class ModelConfig:
     """The values of a config.json and the name to call it by in messages.
 
-    Dotted keys reach into nested objects. `present` is False for a model that came without one;
-    then only values given by `--set` are known, and no config is written. `per_layer`: a size may be a list, one for each
-    layer, as GGUF's may. `inside`: the section that is looked into first, such as `text_config`.
+    Dotted keys reach into nested objects, and `*` into every object of a list: `blocks.*.width` is the list of their widths,
+    null where one has none; one that begins with a dot stands outside of `inside`. `present` is False for a
+    model that came without one; then only values given by `--set` are known, and no config is written. `per_layer`: a size
+    may be a list, one for each layer, as GGUF's may. `inside`: the section that is looked into first, such as `text_config`.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class ModelConfig:
         self.inside = inside
 
     def within(self, section: str) -> ModelConfig:
-        """The same config, whose keys are looked for in a section first, and changed there."""
-        return ModelConfig(self.values, self.name, self.present, self.per_layer, section)
+        """The same config, whose keys are looked for in a section first, and changed there; itself where it has none such."""
+        inside = section if isinstance(self.values.get(section), dict) else ""
+        return ModelConfig(self.values, self.name, self.present, self.per_layer, inside)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key, or the default where any part of the way is absent.
@@ -43,7 +46,7 @@ class ModelConfig:
         A key that is there with its dots, as GGUF's are, counts as it stands.
         """
         own = _reached(self.values.get(self.inside), key) if self.inside else MISSING
-        found = _reached(self.values, key) if own is MISSING else own
+        found = _reached(self.values, key.removeprefix(".")) if own is MISSING else own
         return default if found is MISSING else found
 
     def __contains__(self, key: str) -> bool:
@@ -53,16 +56,29 @@ class ModelConfig:
         """A copy with dotted keys set; keys keep their place, new ones come last."""
         changed = copy.deepcopy(self.values)
         for key, value in values.items():
-            *path, last = self._path(changed, key)
-            inner = changed
-            for part in path:
-                inner = inner.setdefault(part, {})
-                if not isinstance(inner, dict):
-                    raise WidenError(
-                        f"{printable(self.name)}: '{part}' is no object, so there is no '{printable(key)}' in it"
-                    )
-            inner[last] = value
+            self._put(changed, self._path(changed, key), key, value)
         return ModelConfig(changed, self.name, self.present, self.per_layer, self.inside)
+
+    def _put(self, inner: dict[str, Any], path: list[str], key: str, value: Any) -> None:
+        *before, last = path
+        for n, part in enumerate(before):
+            if part == EACH:
+                raise WidenError(
+                    f"{printable(self.name)}: '{printable(key)}' is looked for in a list that is not there"
+                )
+            found = inner.setdefault(part, {})
+            if isinstance(found, list) and before[n + 1 : n + 2] == [EACH]:
+                for item, one in zip(found, value, strict=True):
+                    # What an object does not have it is not given.
+                    if one is not None:
+                        self._put(item, path[n + 2 :], key, one)
+                return
+            if not isinstance(found, dict):
+                raise WidenError(
+                    f"{printable(self.name)}: '{part}' is no object, so there is no '{printable(key)}' in it"
+                )
+            inner = found
+        inner[last] = value
 
     def without(self, keys: Iterable[str]) -> ModelConfig:
         """A copy without these dotted keys, and without a section that held nothing else."""
@@ -76,8 +92,12 @@ class ModelConfig:
 
     def _path(self, values: dict[str, Any], key: str) -> list[str]:
         """Where a key stands, or would: the names on the way to it."""
+        if key.startswith("."):
+            return key[1:].split(".")
         path = [key] if key in values and not self.inside else key.split(".")
-        return [self.inside, *path] if self.inside and (key not in values or key in values[self.inside]) else path
+        section = values.get(self.inside) if self.inside else None
+        there, outside = _reached(section, key) is not MISSING, _reached(values, key) is not MISSING
+        return [self.inside, *path] if self.inside and (there or not outside) else path
 
     def to_bytes(self) -> bytes:
         """The JSON file: two spaces, keys in the order found, `Infinity` and `NaN` as Python and transformers write them."""
@@ -92,7 +112,12 @@ def _reached(values: Any, key: str) -> Any:
     """The value at a dotted key, which may stand there with its dots; MISSING where any part of the way is absent."""
     if isinstance(values, dict) and key in values:
         return values[key]
-    for part in key.split("."):
+    parts = key.split(".")
+    for n, part in enumerate(parts):
+        if part == EACH and isinstance(values, list):
+            found = [_reached(item, ".".join(parts[n + 1 :])) for item in values]
+            each = [None if value is MISSING else value for value in found]
+            return each if any(value is not None for value in each) else MISSING
         if not isinstance(values, dict) or part not in values:
             return MISSING
         values = values[part]

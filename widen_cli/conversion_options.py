@@ -161,8 +161,9 @@ CONVERSION = (
     click.option(
         "--rope",
         type=click.Choice(ROPE_METHODS),
-        help="How heads grow under rotary positions: a raised base, pairs moved apart with zeros between, or copies of pairs "
-        "with numbers that divide their frequencies.  [default: the first that is exact]",
+        help="How heads grow under rotary positions: a raised base, pairs moved apart with zeros between, copies of pairs "
+        "with numbers that divide their frequencies, or copies under the runtime's own frequencies (pairs: another function).  "
+        "[default: the first that is exact]",
     ),
     click.option(
         "--untie",

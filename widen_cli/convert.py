@@ -13,6 +13,7 @@ from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
 from widen_cli.aims import aimed
 from widen_cli.checkpoint import Checkpoint, Choice, check_settings, choose_map, open_checkpoint
 from widen_cli.companions import companions_of
+from widen_cli.complete import expect_complete, may_be_complete
 from widen_cli.config import ModelConfig, parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import Faults, WidenError
@@ -50,18 +51,20 @@ def prepare(options: Options) -> Job:
         request = _request(options)
         config_target = config_target_of(options, checkpoint, directory)
         doubts = Faults() if options.dry_run else faults
-        check_targets(options, checkpoint, config_target, directory, doubts)
+        standing = may_be_complete(options, directory)
+        check_targets(replace(options, force=options.force or standing), checkpoint, config_target, directory, doubts)
         checkpoint, plan, doubtful = _planned(options, checkpoint, request, faults)
-        companions = companions_of(checkpoint, options.input, options.output, plan.sidecars)
+        companions = companions_of(checkpoint, options.input, options.output, plan.sidecars, plan.numbered)
         shards = output_shards(plan, checkpoint, options.input, options.output, options.max_shard_size, directory)
         identity = identity_of(plan, checkpoint, shards, options)
         leftover: Leftover | None = None
         told: tuple[str, ...] = ()
         with doubts.collecting():
-            leftover, told = to_resume(options, identity, directory)
+            leftover, told = to_resume(options, identity, directory) if not standing else (None, ())
         with doubts.collecting():
-            check_parts(options, checkpoint, shards, directory)
-            check_room(options, shards, companions, leftover)
+            if not standing:
+                check_parts(options, checkpoint, shards, directory)
+                check_room(options, shards, companions, leftover)
         if not faults.texts:
             refused.pop_all()
     config = _changed_config(checkpoint.config, plan)
@@ -70,7 +73,7 @@ def prepare(options: Options) -> Job:
         warnings += told
         warnings += unsaved(plan, checkpoint, config_target, options, directory)
         warnings += tuple(doubts.texts) if options.dry_run else ()
-    return Job(
+    job = Job(
         options,
         checkpoint,
         plan,
@@ -84,6 +87,13 @@ def prepare(options: Options) -> Job:
         leftover,
         aim,
     )
+    if not standing:
+        return job
+    with ExitStack() as refused:
+        refused.callback(checkpoint.close)
+        expect_complete(job)
+        refused.pop_all()
+    return replace(job, complete=True)
 
 
 def _planned(
@@ -112,10 +122,12 @@ def _planned(
     if options.experts is not None:
         made = upcycled(options, checkpoint, choice)
         checkpoint, architecture = made.checkpoint, made.architecture
+        checkpoint = view.counted(checkpoint) if view is not None else checkpoint
         request = replace(request, times=made.times)
     target = made.architecture if made else None
     if request.layers:
         checkpoint, architecture = with_layers(options, checkpoint, architecture, request.layers)
+        checkpoint = view.counted(checkpoint) if view is not None else checkpoint
         target = architecture if architecture is not source else None
     unread = () if options.map is None else unread_epsilons(source, checkpoint.config, options.map)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
@@ -139,9 +151,9 @@ def chosen_map(options: Options, checkpoint: Checkpoint) -> Choice:
     if options.recorded_map is None:
         return choose_map(checkpoint, options.map)
     recorded = map_from_text(options.recorded_map, "the recorded map")
-    return (
-        Choice(recorded) if options.recorded_map_alone else replace(choose_map(checkpoint, None), architecture=recorded)
-    )
+    if options.recorded_map_alone or recorded.section:
+        return Choice.of(recorded)
+    return replace(choose_map(checkpoint, None), architecture=recorded)
 
 
 def _recorded(
@@ -200,11 +212,13 @@ def _request(options: Options) -> PlanRequest:
         factor,
         grow,
         *asked_of,
+        approximate=options.allow_approximate,
         untie=options.untie,
         layers=layers,
         fill=options.fill,
         seed=options.seed,
         split=Asked(options.split, options.noise, options.seed),
+        gradients=options.optimizer is not None,
     )
 
 

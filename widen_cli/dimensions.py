@@ -125,11 +125,16 @@ def scaled(growth: Growth, scale: Scale) -> Growth:
 
 def inverted(growth: Growth) -> Growth:
     """The same growth with the inverse of every scale."""
+    return raised(growth, -1)
+
+
+def raised(growth: Growth, power: int) -> Growth:
+    """The same growth with every scale to a power."""
     if isinstance(growth, Laid):
-        return Laid(tuple(inverted(part) for part in growth.parts))
+        return Laid(tuple(raised(part, power) for part in growth.parts))
     if growth.inner is not None:
-        return replace(growth, inner=inverted(growth.inner))
-    return replace(growth, scale=growth.scale**-1)
+        return replace(growth, inner=raised(growth.inner, power))
+    return replace(growth, scale=growth.scale**power)
 
 
 def fills(growth: Growth) -> set[Fill]:

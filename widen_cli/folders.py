@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Never, Self
 
@@ -16,6 +16,8 @@ from widen_cli.journal import FILES, JOURNAL, Finished, Identity, Journal, Lefto
 from widen_cli.output_checks import refusing
 from widen_cli.outputs import FileOutput, commit
 from widen_cli.placing import Placement
+
+WORKSHOP = "workshop"
 
 
 class Staging:
@@ -177,6 +179,25 @@ class DirectoryOutput(Staging):
             while piece := stream.read(1 << 20):
                 output.write_at(offset, piece)
                 offset += len(piece)
+
+    @contextmanager
+    def workshop(self) -> Iterator[Path]:
+        """A hidden folder beside the output's files, for what is made before it is one of them."""
+        path = self._staging / WORKSHOP
+        with refusing(self.name, self._real.parent):
+            shutil.rmtree(path, ignore_errors=True)  # of a run that this one goes on from
+            path.mkdir()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def take(self, source: Path, name: str) -> None:
+        """Moves a file from the workshop to `name` in the folder, flushed."""
+        with refusing(self._shown(name), self._real.parent):
+            with open(source, "rb") as file:
+                os.fsync(file.fileno())
+            os.rename(source, self._files / name)
 
     def finish(self) -> list[Placement]:
         if self.committed:

@@ -14,11 +14,14 @@ NOT_HOMOGENEOUS = ("softmax", "tanh", "gelu", "silu", "sigmoid", "softplus", "ex
 POSITIONS = ("rope", "alibi", "sinusoid")
 FORMULA_FUNCTIONS = (*HOMOGENEOUS, *NOT_HOMOGENEOUS, *POSITIONS, "norm", "sqrt")
 CONDITION_FUNCTIONS = ("is_class", "has")
-# How heads grow under rotary positions: old pairs stay where they are and the base is raised; old pair j goes to r*j; or
-# every pair stands r times and numbers in a tensor divide the frequencies.
+VALUE = "value"  # what a config key holds, in the formula of the size that it means
 # What a norm does besides dividing: nothing (the root of the mean square), or it subtracts the mean first.
 NORMS = ("rms", "layer")
-ROPE_METHODS = ("theta", "spread", "frequencies")
+# How heads grow under rotary positions: old pairs stay where they are and the base is raised; old pair j goes to r*j;
+# every pair stands r times and numbers divide the frequencies; or it stands r times under the runtime's own frequencies,
+# which is another function.
+ROPE_METHODS = ("theta", "spread", "frequencies", "pairs")
+PAIRS = ROPE_METHODS[-1]
 
 Fault = tuple[str, int]
 

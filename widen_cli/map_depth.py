@@ -37,7 +37,13 @@ def depth_section(document: MapDocument, fault: Callable[[Keys, str], None], con
         schedules.append(
             Schedule(kind, schedule.key, tuple(schedule.values), schedule.weights, schedule.why, schedule.stack)
         )
+    if section.behind is not None and section.behind not in document.config:
+        known = document.config
+        fault(
+            ("depth", "behind"), f"'{section.behind}' is no config key of this map{did_you_mean(section.behind, known)}"
+        )
     return Depth(
+        behind=section.behind,
         zero=tuple(section.zero),
         per_layer=tuple(section.per_layer),
         numbers=tuple(section.numbers),

@@ -21,7 +21,8 @@ class Axis:
 
     `padded`: new positions are no copies but rows that nothing is looked up in, as of a vocabulary.
     `first`: the model reads the first of the keys that is there, whatever the others say. `grouped`: where this holds the
-    model takes neighbours along the axis together, so that copies have to stand side by side.
+    model takes neighbours along the axis together, so that copies have to stand side by side. `means`: the size that a
+    value of the keys tells, where it is no size itself; the formula calls it `value`.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Axis:
     padded: bool = False
     first: bool = False
     grouped: Formula | None = None
+    means: Formula | None = None
 
     @property
     def computed(self) -> bool:
@@ -102,6 +104,7 @@ class Rope:
     """What a larger head size under rotary positions needs.
 
     `keys` hold the bases of the angles, `lists` one number for each pair that divides its frequency, as `tensor` does;
+    `sections` are the objects of the config that take such lists where it has none, in the order in which the model looks;
     `methods` are the ways to grow that keep the function, each with the condition under which it does; `reasons` say under
     which condition none of them does, and why.
     """
@@ -109,6 +112,7 @@ class Rope:
     keys: tuple[str, ...]
     lists: tuple[str, ...]
     tensor: str | None
+    sections: tuple[str, ...]
     methods: dict[str, Formula]
     reasons: tuple[tuple[Formula, str], ...]
 
@@ -142,12 +146,14 @@ class DepthReason:
 class Depth:
     """What --depth needs to know of a family.
 
+    `behind` is the config key that says how many of the layers that are counted stand behind the last one, where they stay.
     `zero` are the weights that make nothing in a layer which passes the stream on, where shapes do not tell. `per_layer` are
     config keys with a value for each layer, `numbers` those that list layers by number, `runs` those of `[kinds, times]`,
     `roots` those that the model divides by the root of the number of layers. `reasons` say under which condition no layer
     passes the stream on, `fixed` under which layers cannot be numbered anew.
     """
 
+    behind: str | None = None
     zero: tuple[str, ...] = ()
     per_layer: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
@@ -203,10 +209,16 @@ class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
     `by_names`: of families whose tensors have the same names, the one that a model without a config is taken for.
+    `section` is where in the config the part stands that the map speaks of, such as `text_config`; `carried` are beginnings
+    of names whose tensors stay as they are, with their places in the map.
+    `output` names the space of a bare model's hidden states, or several of which the first counts that the model has,
+    `outputs` those of what else it puts out, by transformers' names.
     `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
     a weight makes, by the weight's name. `norms` says by an axis, or by "" for all others, which norm runs over it.
+    `sidecars` are the axes of widths that files beside the model state, by file and key, `numbered` the stack and the axis of
+    heads that are named there by their numbers.
     `todo` is what is not decided yet, with its places: such a map widens nothing.
     `merged` is the document itself, with what it extends.
     """
@@ -229,8 +241,12 @@ class ArchitectureMap:
     tied: tuple[Tie, ...]
     untie: tuple[str, ...]
     drop: tuple[str, ...]
-    output: str | None
+    output: tuple[str, ...]
     sidecars: dict[str, dict[str, str]]
+    numbered: dict[str, dict[str, tuple[str, str]]]
+    section: str = ""
+    carried: tuple[tuple[str, Place], ...] = ()
+    outputs: dict[str, str] = field(default_factory=dict)
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rope: Rope | None = None
     depth: Depth = field(default_factory=Depth)
@@ -241,6 +257,11 @@ class ArchitectureMap:
     norms: dict[str, str] = field(default_factory=dict)
     todo: tuple[tuple[str, Place], ...] = ()
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def layered_axes(self) -> tuple[str, ...]:
+        """The axes whose sizes may differ from layer to layer."""
+        return self.layered.axes if self.layered else ()
 
     @property
     def layered_from(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,6 +29,7 @@ class AxisSection(_Section):
     fixed: bool = False
     padded: bool = False
     first: bool = False
+    means: str | None = None
     grouped: str | bool | None = None
 
 
@@ -71,6 +73,7 @@ class RopeSection(_Section):
     keys: list[str] = []
     lists: list[str] = []
     tensor: str | None = None
+    sections: list[str] = []
     methods: dict[str, str | bool]
     reasons: list[ReasonSection] = []
 
@@ -89,6 +92,7 @@ class ScheduleSection(_Section):
 
 
 class DepthSection(_Section):
+    behind: str | None = None
     zero: list[str] = []
     per_layer: list[str] = []
     numbers: list[str] = []
@@ -97,6 +101,11 @@ class DepthSection(_Section):
     schedules: list[ScheduleSection] = []
     reasons: list[DepthReasonSection] = []
     fixed: list[DepthReasonSection] = []
+
+
+class NumberedSection(_Section):
+    layers: str
+    heads: str
 
 
 class UpcycleSection(_Section):
@@ -124,7 +133,9 @@ class MapDocument(_Section):
     architecture: str
     extends: str | None = None
     match: MatchSection = MatchSection()
+    section: str = ""
     prefixes: dict[str, list[str]] = {}
+    carried: list[str] = []
     synonyms: dict[str, str] = {}
     repeats: dict[str, str | list[str]] = {}
     parts: dict[str, str | bool] = {}
@@ -140,8 +151,9 @@ class MapDocument(_Section):
     tied: list[TieSection] = []
     untie: list[str] = []
     drop: list[str] = []
-    output: str | None = None
-    sidecars: dict[str, dict[str, str]] = {}
+    output: str | list[str] = []
+    outputs: dict[str, str] = {}
+    sidecars: dict[str, dict[str, str | NumberedSection]] = {}
     rope: RopeSection | None = None
     depth: DepthSection = DepthSection()
     upcycle: UpcycleSection | None = None
@@ -189,12 +201,15 @@ _WORDS = {
 
 
 def _faults(data: MapData, found: Sequence[Any]) -> list[str]:
-    """One text a fault: the several types that a value might have been are said together."""
+    """One text a fault: the several types that a value might have been are said together, unless one was taken for it."""
     texts: list[str] = []
     wanted: dict[Keys, list[str]] = {}
+    taken: set[Keys] = set()
     for fault in found:
         path, kind = tuple(fault["loc"]), fault["type"]
         real = real_path(data, path)
+        if kind == "missing" or real[-1:] == path[-1:]:
+            taken.add(real_path(data, path[:-1]))
         if kind in _WORDS:
             words = wanted.setdefault(real, [])
             words += [_WORDS[kind]] if _WORDS[kind] not in words else []
@@ -209,6 +224,7 @@ def _faults(data: MapData, found: Sequence[Any]) -> list[str]:
     texts += [
         f"{data.key_place(real)}: '{'.'.join(map(str, real))}' has to be {' or '.join(words)}"
         for real, words in wanted.items()
+        if real not in taken
     ]
     return texts
 
@@ -223,16 +239,22 @@ def real_path(data: MapData, path: Keys) -> Keys:
 
 
 def _known_keys(path: Keys) -> list[str]:
-    sections: dict[str, type[BaseModel]] = {
-        "match": MatchSection,
-        "axes": AxisSection,
-        "tensors": TensorSection,
-        "tied": TieSection,
-        "growth": GrowthSection,
-        "rope": RopeSection,
-        "depth": DepthSection,
-        "upcycle": UpcycleSection,
-        "layered": LayeredSection,
-    }
-    section = MapDocument if len(path) == 1 else sections.get(str(path[0]), MapDocument)
-    return [field.alias or name for name, field in section.model_fields.items()]
+    """The keys that may stand beside the last of a path."""
+    section = _section(path[:-1])
+    return [field.alias or name for name, field in section.model_fields.items()] if section else []
+
+
+def _section(path: Keys) -> type[BaseModel] | None:
+    """The section that stands at a path, None where a value does."""
+    kind: Any = MapDocument
+    for part in path:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if part == kind.__name__:  # one of the kinds that might stand there
+                continue
+            fields = {field.alias or name: field for name, field in kind.model_fields.items()}
+            kind = fields[str(part)].annotation if part in fields else None
+        else:
+            kind = next(reversed(get_args(kind)), None)
+        if isinstance(kind, UnionType):  # a section that may be absent
+            kind = next((one for one in get_args(kind) if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

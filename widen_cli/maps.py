@@ -15,6 +15,7 @@ from widen_cli.map_checks import (
     FORMULA_FUNCTIONS,
     NORMS,
     ROPE_METHODS,
+    VALUE,
     SpaceFormula,
     endless,
     multiplier_faults,
@@ -44,6 +45,8 @@ from widen_cli.map_rules import (
     says_tied,
 )
 from widen_cli.map_schema import MapDocument, TensorSection, map_document, real_path
+from widen_cli.map_sidecars import sidecar_sections
+from widen_cli.map_slips import slips
 from widen_cli.map_upcycle import layered_section, upcycle_section
 from widen_cli.shapes import Shape, ShapeSyntaxError, parse_shape
 
@@ -102,6 +105,7 @@ class _Compiler:
                 Tie(tie.tensor, tie.to, self.condition(str(tie.when), ("tied", n, "when"), document))
                 for n, tie in enumerate(document.tied)
             )
+            widths, numbered = sidecar_sections(document, self.fault)
             return ArchitectureMap(
                 architecture=document.architecture,
                 file=self.shown,
@@ -127,8 +131,12 @@ class _Compiler:
                 tied=tied,
                 untie=tuple(dict.fromkeys([*says_tied(tied), *document.untie])),
                 drop=tuple(document.drop),
-                output=document.output,
-                sidecars=document.sidecars,
+                output=_outputs(document),
+                sidecars=widths,
+                numbered=numbered,
+                section=document.section,
+                carried=tuple((text, self.data.place(("carried", n))) for n, text in enumerate(document.carried)),
+                outputs=document.outputs,
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
                 depth=depth_section(document, self.fault, self.condition),
@@ -169,8 +177,13 @@ class _Compiler:
             self.fault(("axes", name), f"axis '{name}' needs a 'key', a 'size' or 'fixed: true'")
         if section.first and len(keys) < 2:
             self.fault(("axes", name), f"axis '{name}' has 'first', which goes with several keys")
+        if section.means is not None and not keys:
+            self.fault(("axes", name), f"axis '{name}' has 'means', which goes with a 'key'")
         grouped = self.optional(section.grouped, ("axes", name, "grouped"), document)
-        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded, section.first, grouped)
+        means = None
+        if section.means is not None:
+            means = self.condition(section.means, ("axes", name, "means"), document, more=(VALUE,))
+        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded, section.first, grouped, means)
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)
@@ -250,8 +263,12 @@ class _Compiler:
                 self.key_fault(("rope",), f"{method} needs 'keys', the config keys of the angles' base")
         if "frequencies" in methods and section.tensor is None and not section.lists:
             self.key_fault(("rope",), "frequencies needs a 'tensor' or 'lists' of numbers that divide them")
+        if section.sections and not section.lists:
+            self.key_fault(("rope", "sections"), "'sections' need 'lists', which are written there")
         refused = reasons(section.reasons, ("rope", "reasons"), document, self.condition)
-        return Rope(tuple(section.keys), tuple(section.lists), section.tensor, methods, refused)
+        return Rope(
+            tuple(section.keys), tuple(section.lists), section.tensor, tuple(section.sections), methods, refused
+        )
 
     def norms(self, document: MapDocument) -> dict[str, str]:
         """Which norm runs over each axis; one word is for all of them."""
@@ -338,26 +355,14 @@ class _Compiler:
         growth = document.growth
         if not growth.width:
             self.fault(("growth", "width"), "growth needs a width axis, the stream's first")
-        sections: dict[str, Iterable[str]] = {
-            "prefixes": document.prefixes,
-            "repeats": document.repeats,
-            "parts": document.parts,
-        }
-        for section, prefixes in sections.items():
-            for prefix in prefixes:
-                if not any(name.startswith(prefix) for name in document.tensors):
-                    self.key_fault((section, prefix), f"no tensor of this map begins with '{prefix}'")
+        for path, message in slips(document):
+            self.key_fault(path, message)
         uses: list[tuple[Keys, str, Iterable[str]]] = [
             *((("growth", "width", n), axis, document.axes) for n, axis in enumerate(growth.width)),
             *((("growth", "heads", n), axis, document.axes) for n, axis in enumerate(growth.heads)),
             *((("growth", "head_dim", n), axis, document.axes) for n, axis in enumerate(growth.named)),
             *((("multipliers", n), key, document.config) for n, key in enumerate(document.multipliers)),
             *((("untie", n), key, document.config) for n, key in enumerate(document.untie)),
-            *(
-                (("sidecars", file, key), axis, document.axes)
-                for file, keys in document.sidecars.items()
-                for key, axis in keys.items()
-            ),
         ]
         patterns = {name.rstrip("?") for name in document.tensors}
         for number, tie in enumerate(document.tied):
@@ -378,8 +383,14 @@ class _Compiler:
                 uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
         if isinstance(document.norms, dict):
             uses += [(("norms", axis), axis, document.axes) for axis in document.norms]
-        if document.output is not None:
-            uses.append((("output",), document.output, {*document.axes, *document.spaces}))
+        listed = isinstance(document.output, list)
+        uses += [
+            (("output", n) if listed else ("output",), space, {*document.axes, *document.spaces})
+            for n, space in enumerate(_outputs(document))
+        ]
+        uses += [
+            (("outputs", name), space, {*document.axes, *document.spaces}) for name, space in document.outputs.items()
+        ]
         uses += [(("synonyms", other), word, _ends(patterns)) for other, word in document.synonyms.items()]
         for key in document.places:
             if key not in (keys_read := _read_keys(document)):
@@ -400,7 +411,13 @@ _WHAT = {
     "untie": "config key",
     "synonyms": "end of a tensor's name",
     "output": "axis or space",
+    "outputs": "axis or space",
 }
+
+
+def _outputs(document: MapDocument) -> tuple[str, ...]:
+    """The spaces that a bare model's hidden states may be, the first that it has."""
+    return (document.output,) if isinstance(document.output, str) else tuple(document.output)
 
 
 def _read_keys(document: MapDocument) -> set[str]:

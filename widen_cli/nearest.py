@@ -41,7 +41,8 @@ class Fit:
 
     `keys` are config keys that hold an axis (or count layers) under another name than the map's. `misfits` have a rule by
     name and another shape; `renamed` pairs a missing tensor's rule with the pattern of a stored one of its shape and place.
-    `named`: the config calls the model by the map's name. `equals` are other maps that fit as well.
+    `named`: the config calls the model by the map's name. `unheld` counts axes, such as experts, of which the config says
+    nothing. `equals` are other maps that fit as well.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Fit:
     renamed: tuple[Renamed, ...]
     named: bool
     known_keys: int
+    unheld: int
     equals: tuple[str, ...] = field(default=())
 
     @property
@@ -111,10 +113,11 @@ def nearest(
     return replace(whole, equals=tuple(equals)) if whole else None
 
 
-def _order(fit: Fit) -> tuple[float, bool, int, bool, int, str]:
+def _order(fit: Fit) -> tuple[float, bool, int, int, bool, int, str]:
     """What fits best first; of equals the one of the model's name, then the one that others are made from."""
     by_names, extended = fit.architecture.by_names, _extended()[fit.name]
-    return fit.cost() * (NAMED if fit.named else 1), not fit.named, -fit.known_keys, not by_names, -extended, fit.name
+    cost = fit.cost() * (NAMED if fit.named else 1)
+    return cost, not fit.named, fit.unheld, -fit.known_keys, not by_names, -extended, fit.name
 
 
 @cache
@@ -189,6 +192,11 @@ def _fit(
             _words(called) & {_joined(kind) for kind in (*architecture.model_types, *architecture.gguf_architectures)}
         ),
         sum(key in config for key in own),
+        sum(
+            bool(axis.keys) and axis.otherwise is None and config_key(axis, config) is None
+            for axis in architecture.axes.values()
+            if not name.endswith(".gguf")  # whose maps say more than one kind's keys
+        ),
     )
     return replace(fit, renamed=_renamed(fit))
 

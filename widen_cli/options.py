@@ -46,6 +46,8 @@ class Options:
     split: str | None = None
     noise: float | None = None
     seed: int = 0
+    optimizer: str | None = None
+    new_parameters: str | None = None
     recorded_map: str | None = None
     recorded_map_alone: bool = False
     recorded_target: str | None = None

@@ -77,4 +77,4 @@ def _config(given: str) -> tuple[ModelConfig, ArchitectureMap | None, str]:
     inner = config.get(f"{SECTION}.model_type")
     if found is None and isinstance(inner, str) and (nested := map_for_model_type(inner)):
         return config.within(SECTION), nested, inner
-    return config, found, str(kind)
+    return config.within(found.section) if found else config, found, str(kind)

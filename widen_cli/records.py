@@ -128,8 +128,10 @@ class Built(BaseModel):
         keys = dict.fromkeys([*said, *others]) if old.present else {}
         changed = {key: old.get(key) for key in keys if key in old and old.get(key) != new.get(key)}
         stacks = {
-            pattern: Stack(count=stack.count, layers=[*stack.layers], silent=[*stack.silent], fixed=[*stack.fixed])
-            for pattern, stack in (view.stacks.items() if view is not None else ())
+            stack.written: Stack(
+                count=stack.count, layers=[*stack.layers], silent=[*stack.silent], fixed=[*stack.fixed]
+            )
+            for stack in (view.stacks.values() if view is not None else ())
         }
         return cls(
             config={key: value for key, value in changed.items() if _storable(value)},
@@ -142,8 +144,9 @@ class Was(BaseModel):
     """What of the narrow model the wide one does not tell any more, for the way back.
 
     `config` holds the old values of config keys that changed, `added` the keys that are new, `types` the old types of
-    tensors that are written in another, by the pattern of their names or by their name, `made` tensors that are new. Where the
-    model was made anew before it was widened, all of them speak of that one, and `built` of what was before.
+    tensors that are written in another, by the pattern of their names or by their name, `made` tensors that are new, `scaled`
+    those that were there and took the factors of others. Where the model was made anew before it was widened, all of them speak
+    of that one, and `built` of what was before.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -153,6 +156,7 @@ class Was(BaseModel):
     types: dict[str, str] = {}
     made: list[str] = []
     built: Built | None = None
+    scaled: list[str] = []
 
     @classmethod
     def of(
@@ -166,11 +170,13 @@ class Was(BaseModel):
         """What a plan changes in a model whose config is `old`, and what the `settings` did; `new` is the config with both."""
         keys = dict.fromkeys([*settings, *(change.key for change in plan.config)]) if old.present else {}
         changed = {key: old.get(key) for key in keys if key in old and old.get(key) != new.get(key)}
+        made = [tensor.source.name for tensor in plan.tensors if tensor.made]
         return cls(
             config={key: value for key, value in changed.items() if _storable(value)},
             added=[key for key in keys if key not in old],
             types=_types(plan),
-            made=[tensor.source.name for tensor in plan.tensors if tensor.made],
+            made=made,
+            scaled=[name for name in plan.scalars if name not in made],
             built=built,
         )
 
@@ -206,7 +212,8 @@ def _types(plan: Plan) -> dict[str, str]:
 class Record(BaseModel):
     """A conversion: the tool's version, what was said, what every axis grew by, and the map's whole text.
 
-    `own_map`: the map was given with --map. `target` is the map of what a model of `map` became.
+    `laid` is the layout that was taken, which the types decide where none was said: they may be others since. `own_map`: the
+    map was given with --map. `target` is the map of what a model of `map` became.
     `before` is the record of the input, where that was widened too; `was` is what
     the way back needs, None in records of versions that knew no way back.
     """
@@ -216,6 +223,7 @@ class Record(BaseModel):
     tool: str
     said: Said
     factors: dict[str, Annotated[int | str, AfterValidator(_growth)]]
+    laid: Annotated[str, _one_of(*LAYOUTS[1:])] | None = None
     map: str | None = None
     own_map: bool = False
     target: str | None = None
@@ -241,6 +249,7 @@ class Record(BaseModel):
             tool=__version__,
             said=Said(**said),
             factors=plan.named_factors,
+            laid=plan.layout,
             map=document_text(architecture.merged) if architecture else None,
             own_map=options.map is not None,
             target=document_text(target.merged) if target else None,
@@ -265,6 +274,7 @@ class Record(BaseModel):
         said |= {"settings": tuple(self.said.settings), "depth": tuple(self.said.depth)}
         if options.says_growth:
             said |= {"factor": None, "grow": None, "depth": ()}
+        said["layout"] = self.laid or self.said.layout
         given = {name: value for name, value in said.items() if getattr(options, name) == getattr(plain, name)}
         if options.map is None and self.map is not None:
             given |= {"recorded_map": self.map, "recorded_map_alone": self.own_map}

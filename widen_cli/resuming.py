@@ -22,6 +22,8 @@ _OTHER = {
     "input",
     "output",
     "config_out",
+    "optimizer",
+    "new_parameters",
     "recorded_map",
     "recorded_map_alone",
     "force",

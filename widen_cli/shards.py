@@ -15,6 +15,7 @@ from widen_cli.plan import Plan, TensorPlan
 from widen_cli.safetensors_file import header_bytes
 
 SHARD_SIZE = "5GB"
+INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"  # the one file that PEFT looks for
 
 

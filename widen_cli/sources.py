@@ -33,6 +33,9 @@ class Source(Protocol):
     def read(self, offset: int, nbytes: int) -> bytes | memoryview:
         """Exactly `nbytes` bytes from `offset`; WidenError (`truncated`) when the source ends before."""
 
+    def expect_unchanged(self) -> None:
+        """Raises WidenError where somebody has written to the source since it was opened, as far as that can be told."""
+
     def close(self) -> None:
         """Gives back what the source holds; a second call does nothing."""
 
@@ -130,6 +133,9 @@ class PipeSource:
         if self._ahead or self._stream.read(1):
             raise WidenError(f"{self.name}: there are bytes after the last tensor; make or download the file again")
 
+    def expect_unchanged(self) -> None:
+        """What passes once cannot be looked at again."""
+
     def _piece(self, wanted: int, missing: int) -> bytes:
         try:
             piece, self._ahead = self._ahead[:wanted], self._ahead[wanted:]
@@ -160,6 +166,9 @@ class HashingSource:
         self._hash.update(data)
         return data
 
+    def expect_unchanged(self) -> None:
+        self._source.expect_unchanged()
+
     def digest(self) -> bytes:
         """The hash of all bytes read so far."""
         return self._hash.digest()
@@ -180,6 +189,9 @@ class HeldSource:
 
     def read(self, offset: int, nbytes: int) -> bytes | memoryview:
         return self._data[offset : offset + nbytes]
+
+    def expect_unchanged(self) -> None:
+        """Nobody else has these bytes."""
 
     def close(self) -> None:
         self._data.release()

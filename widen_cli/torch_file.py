@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -35,6 +36,19 @@ _REPEATED_LIMIT = 1 << 26
 # From a storage to its offset in the file and its bytes; WidenError where it is not there.
 _Place = Callable[[Storage], tuple[int, int]]
 _Tensor = PickledTensor | OddTensor
+
+
+@dataclass(frozen=True)
+class PickledFile:
+    """What a file of torch.save holds: its value, and where its tensors lie."""
+
+    value: object
+    source: Source
+    place: _Place
+
+    def stored(self, tensors: Sequence[tuple[str, _Tensor]]) -> tuple[StoredTensor, ...]:
+        """Tensors of it under new names; WidenError with the first faults of those that do not fit their bytes."""
+        return _stored(tensors, self.place, self.source)
 
 
 def read_weights(source: Source) -> SafetensorsHeader:
@@ -66,6 +80,15 @@ def read_torch_file(source: Source) -> SafetensorsHeader:
     root, place = _read_zip(source) if kind == "zip" else _read_legacy(source)
     chosen, warnings = _state_dict(root, source.name)
     return SafetensorsHeader(_stored(chosen, place, source), {}, source.size or 0, tuple(warnings))
+
+
+def read_values(source: Source) -> PickledFile:
+    """All that a file of torch.save holds, of whatever form. Raises WidenError as `read_torch_file` does, but not for the form."""
+    kind = _kind(source)
+    if kind not in ("zip", "legacy"):
+        raise WidenError(f"{source.name}: is no PyTorch file; {AGAIN}")
+    root, place = _read_zip(source) if kind == "zip" else _read_legacy(source)
+    return PickledFile(root, source, place)
 
 
 def _kind(source: Source) -> str:

@@ -68,6 +68,9 @@ class StridedSource:
         data = found.data.cast("B") if found.size else memoryview(b"")
         return data[offset - first * width : offset - first * width + nbytes]
 
+    def expect_unchanged(self) -> None:
+        self._held.source.expect_unchanged()
+
     def close(self) -> None:
         self._held.source.close()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
 from typing import Any
@@ -21,6 +21,7 @@ from widen_cli.gguf.checkpoint import changed_metadata
 from widen_cli.gguf.values import GgufValue
 from widen_cli.jobs import Job, Report
 from widen_cli.options import Options
+from widen_cli.output_checks import is_stream
 from widen_cli.plan import TensorPlan
 from widen_cli.records import Record, read_record
 from widen_cli.safetensors_file import StoredTensor
@@ -54,7 +55,8 @@ class Difference:
 class Verification:
     """What was compared, and every difference.
 
-    `rounded` are the types in which values were rounded, `scale` is that of a bare model's hidden states.
+    `rounded` are the types in which values were rounded, `scales` are those of outputs that grow, by transformers' names.
+    `likely` says what is probably the matter where no weight is as it should be.
     """
 
     tensors: int
@@ -63,12 +65,14 @@ class Verification:
     differences: tuple[Difference, ...]
     record: Record | None
     rounded: tuple[str, ...] = ()
-    scale: float | None = None
+    scales: Mapping[str, float] = field(default_factory=dict)
+    likely: str = ""
 
     @property
     def compared(self) -> str:
-        """What was compared, in words."""
-        return f"{self.tensors} tensors of {self.nbytes} bytes and {self.keys} config values"
+        """What was compared, in words; an adapter and a file without a config have no config values."""
+        values = f" and {self.keys} config values" if self.keys else ""
+        return f"{self.tensors} tensors of {self.nbytes} bytes{values}"
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -79,6 +83,7 @@ class Verification:
             "bytes": self.nbytes,
             "config_values": self.keys,
             "differences": [asdict(difference) for difference in self.differences],
+            **({"likely": self.likely} if self.likely else {}),
             "recorded": made,
         }
 
@@ -93,16 +98,18 @@ def verify(options: Options, progress: Callable[[int], None]) -> Verification:
     with ExitStack() as opened:
         found = open_adapter(wide, options.base) if options.base else open_checkpoint(wide, options.config_out, {})
         opened.callback(found.close)
+        found, options = _without_prefix(found, options)
         if found.faults:
             raise WidenError(*found.faults)
         if found.sequential:
             raise WidenError(f"{printable(wide)}: a pipe cannot be compared in any order; name a file or a folder")
         record = _record(found, options, wide)
-        job = prepare(_again(options, record))
+        job = _prepared(options, record)
         opened.callback(job.checkpoint.close)
         values, report = _other_values(job, found, progress)
+        for source in found.sources():
+            source.expect_unchanged()
         differences = [*_other_tensors(job, found), *values, *_other_keys(job, found)]
-        scales, output = job.plan.scales, job.plan.output
         return Verification(
             tensors=sum(len(tensor.names) for tensor in job.plan.tensors),
             nbytes=sum(tensor.dtype.nbytes(tensor.shape) * len(tensor.names) for tensor in job.plan.tensors),
@@ -110,8 +117,76 @@ def verify(options: Options, progress: Callable[[int], None]) -> Verification:
             differences=tuple(differences),
             record=record,
             rounded=_rounded(report),
-            scale=float(scales[output]) if output in scales else None,
+            scales=job.plan.output_scales,
+            likely=_likely(job, found, record, {difference.name for difference in differences}),
         )
+
+
+def _without_prefix(found: Checkpoint, options: Options) -> tuple[Checkpoint, Options]:
+    """The wide model without a prefix that a trainer put before its names, and the options for the narrow one, which may lack it."""
+    prefix = options.strip_prefix
+    if not prefix or not all(tensor.name.startswith(prefix) for tensor in found.tensors):
+        return found, options
+    bare = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in found.tensors)
+    if not is_stream(options.input):
+        with (
+            suppress(WidenError),
+            closing(open_checkpoint(options.input, options.config, {"model_type": None})) as narrow,
+        ):
+            if not any(tensor.name.startswith(prefix) for tensor in narrow.tensors):
+                options = replace(options, strip_prefix=None)
+    return replace(found, tensors=bare), options
+
+
+def _prepared(options: Options, record: Record | None) -> Job:
+    """The narrow model, to be widened as the wide one was. Raises WidenError that says so where it cannot be one of its making."""
+    try:
+        return prepare(_again(options, record))
+    except WidenError as error:
+        if record is None or options.says_growth or options.base or not _can_be_read(options):
+            raise
+        arrow = ", ".join(f"{axis} x{factor}" for axis, factor in record.factors.items() if factor != 1)
+        raise WidenError(
+            f"{printable(options.output)}: records a widening ({arrow or 'nothing grew'}) that {printable(options.input)} does not "
+            "take, so that is not the model it was made of, or the two are swapped (verify NARROW WIDE); what it does not fit:",
+            *error.faults,
+        ) from None
+
+
+def _can_be_read(options: Options) -> bool:
+    """Whether the narrow model is whole, so that what speaks against it is the widening."""
+    if is_stream(options.input):
+        return False
+    try:
+        with closing(open_checkpoint(options.input, options.config, {"model_type": None})) as narrow:
+            return not narrow.faults
+    except WidenError:
+        return False
+
+
+def _likely(job: Job, found: Checkpoint, record: Record | None, differing: Collection[str]) -> str:
+    """What is probably the matter where no matrix is as it should be: a prefix, models mixed up, or weights trained since."""
+    stored = {tensor.name: tensor.shape for tensor in found.tensors}
+    wanted = {name: tensor.written[1] for tensor in job.plan.tensors for name in tensor.names if len(tensor.shape) > 1}
+    if not wanted or not wanted.keys() <= {*differing}:
+        return ""
+    narrow, first = printable(job.checkpoint.name), next(iter(stored), "")
+    for prefix in (first[: place + 1] for place, letter in enumerate(first) if letter == "."):
+        if wanted.keys() <= {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}:
+            return (
+                f"every tensor name starts with '{printable(prefix)}', which those of {narrow} do not; "
+                f"--strip-prefix {printable(prefix)} compares without it"
+            )
+    before = read_record(str(job.checkpoint.record), narrow).before
+    swapped = before is not None and (record is None or record.before != before)
+    if any(stored.get(name) == shape for name, shape in wanted.items()):
+        since = "that was trained since or stored in other types; or it was made of another model"
+        return f"none of its {len(wanted)} matrices is what widening {narrow} gives, as of a model {since}"
+    return (
+        f"none of its {len(wanted)} matrices has the name and shape that widening {narrow} gives: "
+        + ("the two are likely swapped (verify NARROW WIDE), or " if swapped else "")
+        + "it was made of another model"
+    )
 
 
 def _rounded(report: Report) -> tuple[str, ...]:
@@ -124,15 +199,27 @@ def _record(found: Checkpoint, options: Options, wide: str) -> Record | None:
     """What the wide model records; where the command line says how it was made, an unreadable record does not matter."""
     said = options.says_growth
     if found.record is None and not said:
-        raise NotRecordedError(
-            f"{printable(wide)}: does not record how it was made; give the options of the conversion, such as --factor 2"
-        )
+        text = f"{printable(wide)}: does not record how it was made"
+        if _narrow_is_recorded(options):
+            text += f", and {printable(options.input)} does: are the two swapped (verify NARROW WIDE)? If not,"
+        else:
+            text += ";"
+        raise NotRecordedError(f"{text} give the options of the conversion, such as --factor 2")
     try:
         return None if found.record is None else read_record(found.record, wide)
     except WidenError:
         if said:
             return None
         raise
+
+
+def _narrow_is_recorded(options: Options) -> bool:
+    """Whether it is the narrow model that was widened."""
+    if options.base or is_stream(options.input):
+        return False
+    with suppress(WidenError), closing(open_checkpoint(options.input, options.config, {"model_type": None})) as narrow:
+        return narrow.record is not None
+    return False
 
 
 def _again(options: Options, record: Record | None) -> Options:

@@ -45,8 +45,10 @@ class Shared:
         if not self.tensor.source.sequential:
             return self.tensor
         if self._held is None:
-            data = self.tensor.source.read(self.tensor.offset, self.tensor.nbytes)
-            self._held = HeldSource(self.tensor.source.name, data)
+            source = self.tensor.source
+            # A tensor that is made itself, as an expert's of a new layer is: of the pipe it is one use.
+            given = source.taken() if isinstance(source, ViewSource) else source
+            self._held = HeldSource(source.name, given.read(self.tensor.offset, self.tensor.nbytes))
         held = replace(self.tensor, source=self._held, offset=0)
         self._left -= 1
         if not self._left:
@@ -80,6 +82,9 @@ class ViewSource:
             pieces += _cut(self._shared.tensor, self._windows[number], inside, length)
             offset, nbytes = offset + length, nbytes - length
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def expect_unchanged(self) -> None:
+        self._shared.tensor.source.expect_unchanged()
 
     def close(self) -> None:
         self._shared.tensor.source.close()
@@ -117,6 +122,9 @@ class FilledSource:
         start = offset % len(self._item)
         times = -(-(start + nbytes) // len(self._item))
         return memoryview(self._item * times)[start : start + nbytes]
+
+    def expect_unchanged(self) -> None:
+        """It is made here."""
 
     def close(self) -> None:
         pass
@@ -156,6 +164,9 @@ class DrawnSource:
         # 53 bits make a number in [-1, 1); the root of 3 makes their deviation 1.
         numbers = ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1) * (math.sqrt(3) * drawn.deviation)
         return numbers.repeat(drawn.times, axis=0).astype(self._dtype.numpy)
+
+    def expect_unchanged(self) -> None:
+        """It is made here."""
 
     def close(self) -> None:
         pass

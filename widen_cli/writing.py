@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
+from widen_cli.complete import told_complete
 from widen_cli.folders import DirectoryOutput, PartsOutput, Staging
 from widen_cli.hf_directory import index_bytes
 from widen_cli.jobs import Job, Progress, Report
@@ -18,19 +19,20 @@ from widen_cli.plan.match import StoredHeader
 from widen_cli.plan.result import Ones, Twin
 from widen_cli.resuming import resumed
 from widen_cli.safetensors_file import StoredTensor
-from widen_cli.shards import Shard
+from widen_cli.shards import INDEX, Shard
 from widen_cli.sources import HeldSource
 from widen_cli.stream import Stream, Target, TensorStream, Writer
 from widen_cli.tied import tied_digests, unequal
 from widen_cli.transform import Counts
 from widen_cli.views import ViewSource
 
-INDEX = "model.safetensors.index.json"
-
 
 def run(job: Job, progress: Progress, stream: Stream | None = None) -> Report:
     """Carries a job out, by `stream` if it is not to be widened. Nothing stands at the target before all of it is written;
     raises WidenError when the system refuses."""
+    if job.complete:
+        job.checkpoint.close()
+        return Report(job, {}, (told_complete(job),))
     stream = stream or TensorStream(job.options.threads)
     writing = _Writing(job, stream, progress)
     try:
@@ -151,27 +153,32 @@ class _Writing:
 def _write_file(job: Job, writing: _Writing) -> None:
     (shard,) = job.shards
     with ExitStack() as stack:
-        config = _open_config(job, stack)
+        beside = _open_beside(job, stack)
         if is_stream(job.options.output):
             with StreamOutput(job.options.output) as output:
                 writing.shard(shard, output, forward_only=True)
                 writing.finish()
-            commit(*config)
+            commit(*beside)
             return
         file = stack.enter_context(FileOutput(job.options.output, shard.nbytes, job.options.force))
         writing.shard(shard, file, forward_only=False)
         writing.finish()
-        commit(file, *config)
+        commit(file, *beside)
 
 
 def _write_parts(job: Job, writing: _Writing) -> None:
     """The numbered parts of a GGUF."""
     with ExitStack() as stack:
-        config = _open_config(job, stack)
+        beside = _open_beside(job, stack)
         names = [shard.name for shard in job.shards]
         parts = PartsOutput(job.options.output, names, job.options.force, job.identity, job.leftover)
         writing.shards(stack.enter_context(parts))
-        commit(parts, *config)
+        commit(parts, *beside)
+
+
+def _open_beside(job: Job, stack: ExitStack, folder: DirectoryOutput | None = None) -> list[FileOutput]:
+    """Writes a config of its own and what else is no part of the model; what is to be put in place with the weights."""
+    return [*_open_config(job, stack), *(output for each in job.beside for output in each.write(stack, folder))]
 
 
 def _open_config(job: Job, stack: ExitStack) -> list[FileOutput]:
@@ -188,10 +195,10 @@ def _open_config(job: Job, stack: ExitStack) -> list[FileOutput]:
 
 def _write_directory(job: Job, writing: _Writing) -> None:
     with ExitStack() as stack:
-        config = _open_config(job, stack)
         target = job.options.output.rstrip("/")
         folder = stack.enter_context(DirectoryOutput(target, job.options.force, job.identity, job.leftover))
         writing.shards(folder)
+        beside = _open_beside(job, stack, folder)
         # The parts of a GGUF name each other; an index and a config.json are safetensors affairs.
         if len(job.shards) > 1 and not job.checkpoint.gguf:
             weight_map = {name: shard.name for shard in job.shards for _, name, _ in shard.tensors}
@@ -204,7 +211,7 @@ def _write_directory(job: Job, writing: _Writing) -> None:
                 _write_bytes(folder, name, content)
             else:
                 folder.copy(content, name)
-        commit(folder, *config)
+        commit(folder, *beside)
 
 
 def _write_bytes(folder: DirectoryOutput, name: str, data: bytes) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from widen_cli.checkpoint import Checkpoint, open_checkpoint
 from widen_cli.config import parse_settings
 from widen_cli.dtypes import STORED
 from widen_cli.errors import WidenError, printable
-from widen_cli.gguf.checkpoint import FILE_TYPE
+from widen_cli.gguf.checkpoint import DESCRIBED, FILE_TYPE
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest
 from widen_cli.plan.layer_growth import parse_growth
@@ -18,6 +18,8 @@ from widen_cli.plan.splits import Asked
 from widen_cli.records import Record, Was, read_record
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
+# What a conversion changes that speaks of the model as a whole: of its types, and of its number of parameters.
+WHOLE_KEYS = (*DTYPE_KEYS, *DESCRIBED)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class Making:
             fill=options.fill,
             seed=options.seed,
             split=Asked(options.split, options.noise, options.seed),
+            approximate=options.allow_approximate,
+            back=True,
+            scalars=None if self.was is None else frozenset((*self.was.made, *self.was.scaled)),
         )
 
     def doubts(self, plan: Plan, wide: Checkpoint, by_types: bool = False) -> tuple[str, ...]:
@@ -58,6 +63,11 @@ class Making:
             doubts.append(
                 f"{printable(wide.name)}: nothing records what --factor made of its heads; by the types stored now, taken as "
                 f"{plan.grown}; say --grow if it was otherwise"
+            )
+        if self.asked.layout == "auto" and plan.layout == "tile":
+            doubts.append(
+                f"{printable(wide.name)}: nothing records how its copies are laid; by the types stored now, taken as axis after axis "
+                "(tile); say --layout interleave if they stand side by side"
             )
         if self.asked.untie:
             doubts.append(
@@ -117,6 +127,25 @@ def known(was: Was | None, kept: bool, untied: Sequence[str]) -> Known | None:
     gone = {*untied, *(() if kept else (*DTYPE_KEYS, FILE_TYPE))}
     added = [key for key in was.added if key not in untied]
     return Known({key: value for key, value in was.config.items() if key not in gone}, added, was.made)
+
+
+def refuse_foreign(wide: Checkpoint, was: Was, plan: Plan, others: Set[str]) -> None:
+    """Raises WidenError for a record that speaks of what no widening changes: it was not written by this tool, and what it says
+    of the config would be written as if it had been. `others` are keys that conversions change beside those of the plan."""
+    known = {change.key for change in plan.config} | {*WHOLE_KEYS, *others}
+    made = {tensor.source.name for tensor in plan.tensors if tensor.made}
+    foreign = [f"config key '{printable(key)}'" for key in (*was.config, *was.added) if key not in known]
+    foreign += [f"tensor '{printable(name)}'" for name in was.made if name not in made]
+    if foreign:
+        raise WidenError(
+            f"{printable(wide.name)}: its record speaks of {_some(foreign)}, which widening a model of '{plan.architecture}' does not "
+            "change or make; say how it was made, such as --factor 2, or give --record with the model as it was written then"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """A few of several names."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def kept_types(was: Was | None, options: Options) -> bool:

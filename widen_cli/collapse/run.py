@@ -12,7 +12,7 @@ from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
 from widen_cli.checkpoint import Checkpoint, check_settings, open_checkpoint
 from widen_cli.collapse.average import Distance
 from widen_cli.collapse.fold import Fold
-from widen_cli.collapse.making import Making, kept_types, known, making_of
+from widen_cli.collapse.making import Making, kept_types, known, making_of, refuse_foreign
 from widen_cli.collapse.stream import FoldStream
 from widen_cli.collapse.unbuilt import Upcycling, refuse_lost, without_new_layers
 from widen_cli.collapse.written import described, folds, recorded, written
@@ -180,6 +180,8 @@ def _planned(options: Options, wide: Checkpoint, making: Making, faults: Faults)
     untied = architecture.untie if asked.untie else ()
     narrow = narrow_model(architecture, wide.tensors, wide.config, request, known(was, kept, untied))
     plan = make_plan(architecture, narrow.headers, narrow.told, narrow.request)
+    if was is not None:
+        refuse_foreign(wide, was, plan, {*parse_settings(asked.settings), *architecture.untie})
     found = folds(wide, plan, options, was if kept else None, faults)
     if not faults.texts:
         check_equal(wide, plan)
@@ -240,7 +242,8 @@ def _resolved(
     target = config_target_of(options, wide, directory)
     check_targets(options, wide, target, directory, faults)
     sidecars = {file: {key: 1 / Fraction(by) for key, by in keys.items()} for file, keys in plan.sidecars.items()}
-    companions = companions_of(wide, options.input, options.output, sidecars)
+    numbered = {file: {key: each.folded for key, each in keys.items()} for file, keys in plan.numbered.items()}
+    companions = companions_of(wide, options.input, options.output, sidecars, numbered)
     shards = output_shards(to_write, source, options.input, options.output, options.max_shard_size, directory)
     with faults.collecting():
         check_parts(options, source, shards, directory)

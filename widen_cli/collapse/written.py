@@ -11,17 +11,19 @@ from widen_cli.collapse.fold import Fold
 from widen_cli.collapse.making import DTYPE_KEYS
 from widen_cli.config import ModelConfig
 from widen_cli.dtypes import CONFIG_NAMES, STORED, DType
-from widen_cli.errors import Faults, printable
+from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.gguf.checkpoint import ARCHITECTURE, FILE_TYPE, described_anew, shorter_tokenizer
 from widen_cli.options import Options
 from widen_cli.plan import Plan, TensorPlan
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import GRID
 from widen_cli.plan.narrowing import Header, config_changes
+from widen_cli.plan.trees import block_reasons
 from widen_cli.rebuild.metadata import renamed
 from widen_cli.records import Record, Was
 
 BLOCKS_REMEDY = "give --dequantize f32 (or f16), which folds the numbers"
+FAULTS_SHOWN = 8
 GRID_REMEDY = "dequantise the model first"
 INTEGERS_REMEDY = "correct the file"
 
@@ -47,6 +49,10 @@ def folds(wide: Checkpoint, plan: Plan, options: Options, was: Was | None, fault
         target = tensor.dtype if gridded else _target(tensor, options, was)
         remedy = _remedy(tensor, target, gridded)
         folds[name] = Fold(tensor, tuple(one for one in found if one is not None), target, remedy)
+    # Blocks of another type than those that were widened may have no narrow form at all, so nothing more can be planned.
+    if reasons := block_reasons(fold.plan for fold in folds.values() if fold.target.kind == "blocks"):
+        texts = [f"{printable(wide.name)}: {reason.partition('; ')[0]}; {BLOCKS_REMEDY}" for reason in reasons]
+        raise WidenError(*texts[:FAULTS_SHOWN])
     return folds
 
 
@@ -62,7 +68,8 @@ def _target(tensor: TensorPlan, options: Options, was: Was | None) -> DType:
     if options.dtype:
         return STORED[options.dtype]
     old = was.type_of(tensor.source.name, tensor.pattern) if was else None
-    return STORED.get(old or "", kind)
+    found = STORED.get(old or "", kind)
+    return found if found.kind == "float" else kind
 
 
 def _remedy(tensor: TensorPlan, target: DType, gridded: bool) -> str | None:
@@ -126,4 +133,4 @@ def written(plan: Plan, folds: Mapping[str, Fold], wide: ModelConfig, narrow: Mo
     before = {**was.config, **(was.built.config if was.built else {})} if was else {}
     keys = [*wide.values, *(change.key for change in plan.config), *before]
     changes = config_changes(wide, narrow, keys)
-    return replace(plan, tensors=tuple(tensors), config=changes, sidecars={}, equal_pairs=())
+    return replace(plan, tensors=tuple(tensors), config=changes, sidecars={}, numbered={}, equal_pairs=())

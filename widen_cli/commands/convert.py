@@ -16,6 +16,8 @@ from widen_cli.conversion_options import conversion_options, conversion_params
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError, printable
 from widen_cli.jobs import Job, Report
+from widen_cli.moments.attach import attach
+from widen_cli.moments.growth import CHOICES
 from widen_cli.output_checks import is_stream
 from widen_cli.plan.text import plan_json, plan_text
 from widen_cli.recipes import recipe_text
@@ -31,6 +33,14 @@ from widen_cli.writing import run
 @click.option("--config-out", metavar="FILE", help="Where to write the new config.")
 @max_shard_size
 @threads("read, widen and write")
+@click.option(
+    "--optimizer",
+    type=click.Choice(CHOICES),
+    help="Grow the Adam moments in IN's optimizer.pt too: keep gives every copy its share, reset-new begins with the new ones at 0.",
+)
+@click.option(
+    "--new-parameters", metavar="FILE", help="Where to write a mask of the parameters that are new (safetensors)."
+)
 @click.option("--force", is_flag=True, help="Replace OUT where it exists, in one step.")
 @click.option("--resume", is_flag=True, help="Go on from the files that an interrupted run of the same had finished.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and the bytes needed; write nothing.")
@@ -61,6 +71,8 @@ def convert_command(paths: tuple[str, ...], into: str | None, **given: Any) -> N
 
 def _convert_each(paths: tuple[str, ...], into: str, **given: Any) -> None:
     """Widens several inputs, the others too where one fails, and lists at the end those that did."""
+    if given["new_parameters"] is not None:
+        raise click.UsageError("--into takes no --new-parameters, which speaks of one output")
     if given["as_json"] or given["config_out"] is not None:
         raise click.UsageError("--into takes neither --json nor --config-out, which speak of one output")
     try:
@@ -114,7 +126,7 @@ def _convert(
     if as_json and is_stream(options.output) and not dry_run:
         raise click.UsageError("--json prints on stdout, where OUT goes too; name a file for OUT")
     settle_all(options, quiet)
-    job = prepare(options)
+    job = attach(prepare(options))
     for warning in job.warnings if quiet < 2 else ():
         click.echo(f"warning: {warning}", err=True)
     plan = job.plan
@@ -135,9 +147,13 @@ def _convert(
         stopped.add_note(f"{_shown_output(report)} is complete, but was not verified")
         raise
     if as_json:
-        done = {**plan_json(job.plan), "bytes": job.nbytes, "values": _counted(report)}
+        done = {**plan_json(job.plan), "bytes": job.nbytes, "values": _counted(report), "was_complete": job.complete}
         click.echo(json.dumps(done | ({"verification": found.as_json()} if found else {}), indent=2))
-    _summary(report, quiet)
+    if job.complete:
+        for note in report.notes if quiet == 0 else ():
+            click.echo(note, err=True)
+    else:
+        _summary(report, quiet)
     if found is not None:
         tell_verdict(found, options, quiet)
     return found is None or not found.differences

@@ -60,7 +60,7 @@ def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, q
 def _ran(options: Options, asked: Asked, found: Verification | None) -> RunResult:
     from widen_cli.running.both import run_both  # imported when used: other commands need none of it
 
-    return run_both(options, asked, Known(found.rounded, found.scale) if found else None)
+    return run_both(options, asked, Known(found.rounded, found.scales) if found else None)
 
 
 def _as_json(found: Verification | None, ran: RunResult | None) -> dict[str, Any]:
@@ -83,7 +83,8 @@ def tell_verdict(found: Verification, options: Options, quiet: int, told: bool =
     wide = printable(options.output)
     if not found.differences and quiet == 0:
         click.echo(f"{wide}: verified: {found.compared} are what widening {printable(options.input)} gives", err=True)
-    lines = [f"{wide}: {difference}" for difference in found.differences if not told]
+    told_first = [found.likely] if found.likely else []
+    lines = [f"{wide}: {text}" for text in (*told_first, *found.differences) if not told]
     for line in lines[:FAULT_LINES]:
         click.echo(line, err=True)
     if len(lines) > FAULT_LINES:

@@ -67,6 +67,7 @@ SIZE_LABEL = "general.size_label"
 COUNTS = ("general.parameter_count", "general.parameter-count", "parameter_count")
 # llama_ftype of llama.cpp: all tensors F32; F16 but for the one-dimensional.
 FILE_TYPES = {"F32": 0, "F16": 1}
+DESCRIBED = (*COUNTS, SIZE_LABEL, FILE_TYPE)  # what is said of a model as a whole
 
 
 def described_anew(
@@ -77,7 +78,7 @@ def described_anew(
     That is the number of parameters, the label made of it, and the file's type where it is dequantised. Keys that are
     absent stay so. `tensors` are those of the wide model, names and shapes.
     """
-    found = [(key, config.get(key)) for key in (*COUNTS, SIZE_LABEL, FILE_TYPE)]
+    found = [(key, config.get(key)) for key in DESCRIBED]
     new: dict[str, object] = {FILE_TYPE: FILE_TYPES[dequantized]} if dequantized else {}
     total = sum(math.prod(shape) for _, shape in tensors)
     new |= dict.fromkeys(COUNTS, total)

@@ -16,10 +16,12 @@ from typing import Any
 from widen_cli.config import ModelConfig
 from widen_cli.dimensions import Copies, Growth, leaf_scales, scaled
 from widen_cli.dtypes import DType
-from widen_cli.errors import Faults, WidenError, did_you_mean, printable
+from widen_cli.errors import WidenError, did_you_mean, printable
 from widen_cli.map_rules import ArchitectureMap, TensorRule
+from widen_cli.plan.adapter_kinds import OTHER_KINDS, check_config
 from widen_cli.plan.match import GRID, StoredHeader, applying_rule, match_tensors
-from widen_cli.plan.planner import PlanRequest, make_plan
+from widen_cli.plan.planner import make_plan
+from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.untie import untied
 from widen_cli.scales import Scale
@@ -32,25 +34,6 @@ LORA_NAME = re.compile(
 # What stands in the names of modules that PEFT has wrapped. With all biases it saves those of modules that others replace.
 _WRAPPED = re.compile(r"\.base_layer(?=\.|$)|\.(modules_to_save(\.[^.]+)?|original_module)(?=\.(weight|bias)$)")
 
-_OTHER_KINDS = {
-    "lora_magnitude_vector": "DoRA, whose magnitudes belong to the norms of narrow weights; merge the adapter into its base first",
-    "trainable_tokens_delta": "rows of an embedding that replace the base's; merge the adapter into its base first",
-    "lora_": "a kind of LoRA that is not known here; merge the adapter into its base first",
-}
-# Values of adapter_config.json under which an adapter is more than B A beside a weight.
-_UNFIT = {
-    "use_dora": "DoRA, whose magnitudes belong to the norms of narrow weights",
-    "use_qalora": "QA-LoRA, whose A reads groups of inputs",
-    "use_bdlora": "BD-LoRA, whose A and B are block-diagonal",
-    "kasa_config": "KaSA, which takes a part out of the base's weights when it loads",
-    "monteclora_config": "MonteCLoRA, which has weights beside A and B",
-    "arrow_config": "Arrow, whose choice of adapters depends on the inputs' norms",
-    "target_parameters": "LoRA on parameters such as packed experts, not on modules",
-    "layer_replication": "layers that stand for others of the base",
-    "trainable_token_indices": "rows of an embedding that replace the base's",
-}
-# Ways to begin in which PEFT changes the base's weights by what it finds in them, each time the adapter is loaded.
-_TAKES_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TASK_CLASSES = {
     "SEQ_CLS": "ForSequenceClassification",
     "TOKEN_CLS": "ForTokenClassification",
@@ -88,32 +71,12 @@ def plan_adapter(adapter: Adapter, base: Base) -> Plan:
     Raises WidenError with every fault of the base, the request and the adapter.
     """
     file = printable(adapter.file)
-    _check_config(adapter.config, file)
+    check_config(adapter.config, file)
     if not any(is_lora(tensor.name) for tensor in adapter.tensors):
         raise WidenError(
             f"{file}: --base is for LoRA adapters, and no tensor here is named lora_A or lora_B; leave it out"
         )
     return AdapterPlanner(adapter, base, file).plan()
-
-
-def _check_config(config: Mapping[str, Any], file: str) -> None:
-    """Raises WidenError for adapters that are more, or something else, than B A beside a weight."""
-    kind = config.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise WidenError(
-            f"{file}: peft_type is {printable(str(kind))}, and only LORA adapters can be widened; merge it into its base"
-        )
-    start = config.get("init_lora_weights")
-    with Faults() as faults:
-        for key in (key for key in _UNFIT if config.get(key)):
-            faults.add(
-                f"{file}: {key} says that this is {_UNFIT[key]}; merge the adapter into its base, and widen that"
-            )
-        if isinstance(start, str) and start.lower().startswith(_TAKES_FROM_BASE):
-            faults.add(
-                f"{file}: init_lora_weights is '{printable(start)}', so PEFT changes the base by its own weights when it loads; save it as "
-                "plain LoRA first (save_pretrained with path_initial_model_for_weight_conversion)"
-            )
 
 
 @dataclass(frozen=True)
@@ -138,6 +101,10 @@ class UnfitError(Exception):
     """A tensor that cannot be widened; the text says why and what to do."""
 
 
+class OtherBaseError(UnfitError):
+    """A tensor that does not fit a weight of the base, as those of an adapter of another base do not; the text says why."""
+
+
 class AdapterPlanner:
     def __init__(self, adapter: Adapter, base: Base, file: str) -> None:
         if base.request.untie:
@@ -155,6 +122,7 @@ class AdapterPlanner:
         self.roles = {item.tensor.name: _roles(item.rule) for item in self.match.matched}
         self.undecided: set[str] = set()
         self.faults: list[str] = []
+        self.others: list[str] = []
 
     def plan(self) -> Plan:
         added = self.added()
@@ -172,12 +140,10 @@ class AdapterPlanner:
                 else:
                     tensors.append(self.full(tensor, added))
             except UnfitError as error:
-                self.faults.append(f"{self.file}: tensor '{printable(tensor.name)}' {list(tensor.shape)}: {error}")
-        if self.faults:
-            more = len(self.faults) - FAULTS_SHOWN
-            raise WidenError(
-                *self.faults[:FAULTS_SHOWN], *([f"{self.file}: ... and {more} more tensors"] if more > 0 else [])
-            )
+                faults = self.others if isinstance(error, OtherBaseError) else self.faults
+                faults.append(f"tensor '{printable(tensor.name)}' {list(tensor.shape)}: {error}")
+        if self.others or self.faults:
+            raise WidenError(*self.of_another_base(), *self.shown())
         return replace(
             self.base_plan,
             why=f"as for the base: {self.base_plan.why}",
@@ -185,11 +151,27 @@ class AdapterPlanner:
             dropped=tuple(dropped),
             config=(),
             sidecars={},
+            numbered={},
             notes=(f"goes with {self.base_file}, widened with the same options", *self.base_plan.notes),
             warnings=(),
             equal_pairs=(),
             output=None,
+            outputs={},
         )
+
+    def of_another_base(self) -> list[str]:
+        """The one fault of all tensors that do not fit the base's."""
+        if not self.others:
+            return []
+        count, first = len(self.others), self.others[0]
+        told = first if count == 1 else f"{count} of {len(self.adapter.tensors)} tensors do not fit; the first: {first}"
+        return [f"{self.file}: {told}; it belongs to another base than {self.base_file}: give that with --base"]
+
+    def shown(self) -> list[str]:
+        """The other faults, as many as can be read."""
+        more = len(self.faults) - FAULTS_SHOWN
+        rest = [f"... and {more} more tensors"] if more > 0 else []
+        return [f"{self.file}: {fault}" for fault in (*self.faults[:FAULTS_SHOWN], *rest)]
 
     # Names.
 
@@ -221,10 +203,7 @@ class AdapterPlanner:
                 if spelt == self.match.written(tie.tensor) and table is not None:
                     rule = applying_rule(self.base.architecture, self.match, self.base.config, tie.tensor)
                     return _Weight(self.factored(table.tensor.name), _roles(rule), stored=False)
-        raise UnfitError(
-            f"the base {self.base_file} has no '{printable(name)}'{did_you_mean(name, self.plans)}; give the model that the adapter "
-            "was trained on with --base"
-        )
+        raise OtherBaseError(f"the base has no '{printable(name)}'{did_you_mean(name, self.plans)}")
 
     def factored(self, name: str) -> TensorPlan:
         """A weight's plan with all of its factors in it, also where those of a block-scaled weight stand in its grid."""
@@ -272,9 +251,9 @@ class AdapterPlanner:
         expected = tuple(tree.old for tree in growth)
         if rank == 0 or tensor.shape != expected:
             shown = f"rank {rank}" if rank else "a rank of 1 or more"
-            raise UnfitError(
+            raise OtherBaseError(
                 f"with {shown} the base's '{printable(weight.plan.source.name)}' {list(weight.plan.source.shape)} needs "
-                f"{list(expected)}; the adapter belongs to another base: give that with --base"
+                f"{list(expected)}"
             )
         # Factors that stand with the whole weight, as those of a run-time multiplier, go with what it writes.
         return self.planned(
@@ -300,7 +279,7 @@ class AdapterPlanner:
         if not weight.stored:
             raise UnfitError("a bias beside B on a tied head; merge the adapter into its base first")
         if tensor.shape != (writes.old,):
-            raise UnfitError(f"needs {[writes.old]}; the adapter belongs to another base: give that with --base")
+            raise OtherBaseError(f"needs {[writes.old]}")
         return self.planned(tensor, weight.plan, (writes,), weight.plan.scale, _pattern(tensor.name))
 
     # Full tensors.
@@ -308,7 +287,7 @@ class AdapterPlanner:
     def full(self, tensor: StoredHeader, added: Mapping[str, TensorPlan]) -> TensorPlan:
         """The plan of a whole tensor that stands in the place of the base's (modules_to_save, biases, saved embeddings)."""
         name = self.bare(tensor.name)
-        for mark, what in _OTHER_KINDS.items():
+        for mark, what in OTHER_KINDS.items():
             if mark in tensor.name:
                 raise UnfitError(what)
         if name in self.undecided:
@@ -320,9 +299,8 @@ class AdapterPlanner:
         if len(plan.names) != 1:
             raise UnfitError("is numbered by heads in its name; merge the adapter into its base first")
         if tensor.shape != plan.source.shape:
-            raise UnfitError(
-                f"the base's '{printable(plan.source.name)}' is {list(plan.source.shape)}; the adapter belongs to another base, or to one "
-                "with a resized vocabulary: give that with --base"
+            raise OtherBaseError(
+                f"the base's '{printable(plan.source.name)}' is {list(plan.source.shape)} (was its vocabulary resized?)"
             )
         whole = self.planned(tensor, plan, plan.growth, plan.scale, _pattern(tensor.name))
         return replace(whole, offset=plan.offset)
@@ -364,7 +342,7 @@ class AdapterPlanner:
         plans = {tensor.source.name: tensor for tensor in plan.tensors}
         if any(plans.get(name) != tensor for name, tensor in self.plans.items()):
             self.faults.append(
-                f"{self.file}: tensor '{printable(next(iter(foreign)))}' is none of the base's, and with it the base would be widened in "
+                f"tensor '{printable(next(iter(foreign)))}' is none of the base's, and with it the base would be widened in "
                 "another way; save the base with that head, and give it with --base"
             )
         return {name: plans[name] for name in patterns}

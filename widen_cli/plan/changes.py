@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import CONFIG_NAMES, DType
-from widen_cli.errors import WidenError, brief, printable
+from widen_cli.errors import Faults, WidenError, brief, printable
 from widen_cli.formulas import UnknownValueError
+from widen_cli.map_rules import Axis
 from widen_cli.plan.factors import Factor
+from widen_cli.plan.meanings import meaning, telling
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales
 
 
 def wide_sizes(
-    sizes: Sizes, factors: Mapping[str, Factor], layered: Mapping[str, tuple[int, ...]] | None = None
+    sizes: Sizes, factors: Mapping[str, Factor], layered: Mapping[str, Sequence[Factor]] | None = None
 ) -> Sizes:
     """The sizes of the wide model; `layered` are the factors in every layer of axes that grow by ranges of layers."""
     wide = Sizes(sizes.architecture, sizes.config)
@@ -24,7 +27,7 @@ def wide_sizes(
     wide.layered = {name: tuple(int(size * factors[name]) for size in all_) for name, all_ in sizes.layered.items()}
     for name, each in (layered or {}).items():
         old = sizes.layered.get(name) or [sizes.known[name]] * len(each)
-        wide.layered[name] = tuple(size * factor for size, factor in zip(old, each, strict=True))
+        wide.layered[name] = tuple(int(size * factor) for size, factor in zip(old, each, strict=True))
         wide.known[name] = max(wide.layered[name])
     return wide
 
@@ -53,24 +56,38 @@ class ConfigChanges:
         return self.sizes() + self.epsilons(scales) + self.multipliers(scales) + self.dtypes()
 
     def sizes(self) -> list[ConfigChange]:
-        changes = []
+        """The changes of sizes. Raises WidenError where no value means a new size."""
+        changes: list[ConfigChange] = []
         wide = wide_sizes(self.old, self.factors, self.layered)
-        for name, axis in self.old.architecture.axes.items():
-            grows = self.factors[name] != 1 or name in self.layered
-            if not axis.keys or name not in self.old.known or not (self.config.present or grows):
-                continue
-            new = wide.known[name]
-            held = [key for key in axis.keys if self.config.get(key) is not None]
-            for key in held if grows else ():
-                old = self.config.get(key)
-                each = [int(size * self.factors[name]) for size in old] if isinstance(old, list) else new
-                each = list(wide.layered[name]) if name in self.layered else each
-                changes.append(ConfigChange(key, old, each, EXACT))
-            if not held and name in self.layered:
-                changes.append(ConfigChange(axis.keys[0], None, list(wide.layered[name]), EXACT))
-            elif not held and (grows or axis.otherwise) and not self.follows(axis.otherwise, wide, new):
-                changes.append(ConfigChange(axis.keys[0], None, new, EXACT))
+        with Faults() as faults:
+            for name, axis in self.old.architecture.axes.items():
+                grows = self.factors[name] != 1 or name in self.layered
+                held = [key for key in axis.keys if self.config.get(key) is not None]
+                if not axis.keys or name not in self.old.known or not (self.config.present or grows):
+                    continue
+                if axis.means is not None:
+                    changes += [change for key in held if (change := told(axis, key, self.old, wide, faults))]
+                    continue
+                changes += [self.held(axis, key, wide) for key in held if grows]
+                new = wide.known[name]
+                unsaid = axis.keys[0] not in held if axis.first and name in self.layered else not held
+                if unsaid and name in self.layered:
+                    changes.append(ConfigChange(axis.keys[0], None, list(wide.layered[name]), EXACT))
+                elif unsaid and (grows or axis.otherwise) and not self.follows(axis.otherwise, wide, new):
+                    changes.append(ConfigChange(axis.keys[0], None, new, EXACT))
         return changes
+
+    def held(self, axis: Axis, key: str, wide: Sizes) -> ConfigChange:
+        """The change of a key that holds a size, or a list of one for each layer."""
+        old = self.config.get(key)
+        # Of several keys the model reads the first; what the others say is a size of its own.
+        main = not axis.first or key == axis.keys[0]
+        if axis.name in self.layered and main:
+            return ConfigChange(key, old, list(wide.layered[axis.name]), EXACT)
+        factor = self.factors[axis.name]
+        if isinstance(old, list):
+            return ConfigChange(key, old, [int(size * factor) for size in old], EXACT)
+        return ConfigChange(key, old, wide.known[axis.name] if main else int(old * factor), EXACT)
 
     def follows(self, formula: Any, wide: Sizes, new: int) -> bool:
         """Whether an absent key still means the right size in the wide model."""
@@ -122,3 +139,30 @@ class ConfigChanges:
             for key in ("dtype", "torch_dtype")
             if key in self.config and self.config.get(key) != name
         ]
+
+
+def told(axis: Axis, key: str, old: Sizes, wide: Sizes, faults: Faults) -> ConfigChange | None:
+    """The change of a key whose values mean sizes, layer by layer where they differ; None where it stays as it is.
+
+    Notes a fault for each size of which no value tells.
+    """
+    assert axis.means is not None
+    value = old.config.get(key)
+    layers = wide.layered.get(axis.name)
+    values = value if isinstance(value, list) else [value] * (len(layers) if layers else 1)
+    words = [name for name in (axis.name, *axis.means.words) if name in old.known]
+    new = []
+    for layer, one in enumerate(values):
+        here, there = old.at(layer), wide.at(layer)
+        size = there.known[axis.name]
+        ratios = {name: Fraction(there.known[name], here.known[name]) for name in words if here.known[name]}
+        found = one if not size else telling(meaning(axis.means, there), size, one, ratios)
+        if found is None and one is not None:
+            where = f" of layer {layer}" if len(values) > 1 else ""
+            faults.add(
+                f"{printable(old.config.name)}: {axis.name}{where} would be {size}, and no value of {key} means that "
+                f"({axis.means.text}); choose another factor with --grow"
+            )
+        new.append(found)
+    changed = new if isinstance(value, list) or layers else new[0]
+    return None if changed == value else ConfigChange(key, value, changed, EXACT)

@@ -93,7 +93,7 @@ def _check_supported(architecture: ArchitectureMap, config: ModelConfig) -> None
             raise WidenError(f"{printable(config.name)}: its values do not fit what the map asks: {error}") from None
         told = ", ".join(f"{name} is {brief(config.get(name))}" for name in formula.words)
         raise WidenError(
-            f"{printable(config.name)}: {told}, and map '{architecture.architecture}' knows only {formula.text}; "
+            f"{printable(config.name)}: {told}, which map '{architecture.architecture}' does not cover: it needs {formula.text}; "
             "give --map with a map of your own"
         )
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from widen_cli.errors import WidenError, did_you_mean
 from widen_cli.formulas import dotted
 from widen_cli.map_checks import POSITIONS
-from widen_cli.map_rules import ArchitectureMap
+from widen_cli.map_rules import ArchitectureMap, TensorRule
 from widen_cli.plan.equalities import Equality, followers
 from widen_cli.plan.factors import NO_SIZES, Factor, factor_of, is_whole, unfit_size
 from widen_cli.plan.laws import taken
@@ -69,7 +69,7 @@ def axis_growth(
         if isinstance(balanced, Equality):
             torn.append(balanced)
         elif balanced is not None and all(balanced.factors[axis] == number for axis, number in asked.items()):
-            _check_positions(balanced.factors, positions, rope)
+            _check_positions(architecture, balanced.factors, positions, rope)
             causes = {axis: text for axis, (_, text) in following.items()} | balanced.causes
             return AxisGrowth(balanced.factors, _notes(architecture, balanced.factors, wanted, causes))
     if faults := [fault for axis, number in asked.items() if (fault := unfit_size(axis, number, sizes))]:
@@ -234,11 +234,15 @@ def _factor_of(node: ast.expr, factors: Mapping[str, Fraction]) -> Fraction:
     return Fraction(1)
 
 
-def _check_positions(factors: Mapping[str, Factor], positions: Mapping[str, set[str]], rope: str) -> None:
+def _check_positions(
+    architecture: ArchitectureMap, factors: Mapping[str, Factor], positions: Mapping[str, set[str]], rope: str
+) -> None:
+    others = [axis for axis in architecture.growth.width if axis not in positions.get("sinusoid", set())]
+    instead = f"; grow {' and '.join(others)} instead" if others else ""
     reasons = {
         "rope": f"{rope}; grow heads instead",
         "alibi": "ALiBi's slopes depend on the number of heads; grow head_dim instead",
-        "sinusoid": "its positions are sinusoids computed at run time, which do not follow a repeat",
+        "sinusoid": f"its positions are sinusoids computed at run time, which do not follow a repeat{instead}",
     }
     faults = [
         f"--grow {axis}={factors[axis]}: '{axis}' cannot grow exactly: {reasons[kind]}"
@@ -296,13 +300,26 @@ def _unequal(architecture: ArchitectureMap, asked: Mapping[str, Factor], torn: E
     )
 
 
-def position_calls(architecture: ArchitectureMap, condition: Callable[[ast.expr], bool]) -> Iterator[tuple[str, str]]:
-    """The axes that rotary angles, ALiBi slopes or sinusoids stand on, each with its kind; `condition` decides `x if c else y`."""
+def position_calls(
+    architecture: ArchitectureMap, stored: Iterable[TensorRule], condition: Callable[[ast.expr], bool]
+) -> Iterator[tuple[str, str]]:
+    """The axes that rotary angles, ALiBi slopes or sinusoids stand on, each with its kind; `condition` decides `x if c else y`.
+
+    `stored` are the rules that tensors follow: a formula of spaces that only other rules speak of is not there.
+    """
+    absent = _named(architecture.tensors) - _named(stored) - architecture.axes.keys()
     for space in architecture.spaces.values():
-        for node in taken(space.formula.tree, condition) if space.formula else ():
+        if space.formula is None or absent.intersection(space.formula.words):
+            continue
+        for node in taken(space.formula.tree, condition):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in POSITIONS:
                 axes = (architecture.axis_of(dotted(argument)) for argument in node.args)
                 yield from ((node.func.id, axis.name) for axis in axes if axis is not None)
+
+
+def _named(rules: Iterable[TensorRule]) -> set[str]:
+    """The spaces and axes in the shapes of rules."""
+    return {name.text for rule in rules for name, _ in rule.shape.names()}
 
 
 def position_axes(architecture: ArchitectureMap, calls: Iterable[tuple[str, str]]) -> dict[str, set[str]]:

@@ -73,7 +73,7 @@ def layer_factors(
     Raises WidenError for layers that the model does not have.
     """
     repeated = next(iter(architecture.repeats.values()), ("",))
-    layers = sizes.config.get(repeated[0])
+    layers = sizes.config.get(repeated[0], architecture.defaults.get(repeated[0]))
     faults = []
     found: dict[str, list[int]] = {}
     for one in asked:

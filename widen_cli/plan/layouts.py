@@ -57,12 +57,20 @@ def _taken_together(sizes: Sizes, condition: Formula | None) -> bool:
         return True
 
 
-def arrange(asked: str, planned: Callable[[str], tuple[TensorPlan, ...]], uneven: str | None, file: str) -> Arrangement:
+def arrange(
+    asked: str,
+    planned: Callable[[str], tuple[TensorPlan, ...]],
+    uneven: str | None,
+    file: str,
+    anyhow: bool = False,
+) -> Arrangement:
     """The plans in the layout asked for; for `auto` interleaved, and tiled where blocks do not allow that.
 
     `planned` makes the plans in a layout, `uneven` says why heads cannot be tiled, if so. Raises WidenError with every
-    tensor whose blocks cannot be widened so, for `auto` in neither way.
+    tensor whose blocks cannot be widened so, for `auto` in neither way. `anyhow`: what is asked for is not judged by blocks.
     """
+    if anyhow and asked != "auto":
+        return Arrangement(asked, planned(asked))
     if asked == "tile":
         return _tiled(planned, uneven, "as asked", file)
     tensors = planned("interleave")

@@ -25,6 +25,8 @@ def config_lookup(
             raise UnknownValueError(key)
         if (axis := architecture.axes.get(key)) is not None:
             return known[key] if key in known else size(axis, (*inside, key))
+        if key == "architectures" and architecture.section:
+            key = ".architectures"  # the class of the whole model, whatever that of the part would be by itself
         value = next(iter(held(architecture, config, key).values()), config.get(key, MISSING))
         if value is MISSING and config.present:
             value = architecture.defaults.get(key, MISSING)

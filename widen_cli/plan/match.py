@@ -13,9 +13,11 @@ from widen_cli.config import ModelConfig
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, did_you_mean, printable
 from widen_cli.formulas import Formula, Lookup, UnknownValueError, holds
+from widen_cli.map_file import Place
 from widen_cli.map_rules import BLOCKS, LAST, SCALES, ArchitectureMap, TensorRule, Tie, last_of, name_pattern
 from widen_cli.plan.lookup import config_lookup
 from widen_cli.plan.packed import NUMBERS, PackedWeight, packed_weight
+from widen_cli.shapes import parse_shape
 
 MISSING_SHOWN = 8
 WITH_BASE = "merge it into its base first, or give its base with --base"
@@ -60,8 +62,8 @@ class Match:
     `carried` are copied unchanged (integers, scalars and empty tensors that no rule names),
     `dropped` left out, `strangers` are weights that no rule names; `grids` are the scales of block-scaled FP8 weights, by
     the weight's name, and those of weights in MXFP4 blocks; `torn` says of such weights, by their own names, what is wrong
-    with their two tensors. `root` stands in front of every name, as where the model is a part of another; `last` says how a
-    layer that a map calls the last one is named.
+    with their two tensors. `kept` counts those of the matched that the map only carries. `root` stands in front of every
+    name, as where the model is a part of another; `last` says how a layer that a map calls the last one is named.
     """
 
     matched: list[Matched] = field(default_factory=list)
@@ -75,6 +77,7 @@ class Match:
     ties: tuple[Tie, ...] = ()
     root: str = ""
     last: dict[str, str] = field(default_factory=dict)
+    kept: int = 0
 
     def written(self, pattern: str) -> str:
         """A map's name pattern as this checkpoint spells it."""
@@ -101,7 +104,7 @@ def match_tensors(
         candidates = [
             _matched_under(architecture, tensors, config, (*best.spelling, (prefix, other)), root) for other in others
         ]
-        best = max([best, *candidates], key=lambda match: len(match.matched))
+        best = max([best, *candidates], key=lambda match: len(match.matched) - match.kept)
     return best
 
 
@@ -169,6 +172,11 @@ def _matched_under(
             _match_packed(match, tensor, by_name, *half)
         elif name.endswith(GRID) and name.removesuffix(GRID) in fp8:
             match.grids[name.removesuffix(GRID)] = tensor
+        elif not _means_nothing(tensor) and (
+            place := next((at for begin, at in architecture.carried if name.startswith(root + begin)), None)
+        ):
+            match.matched.append(Matched(tensor, _kept(tensor, place)))
+            match.kept += 1
         elif _means_nothing(tensor) and not any(mark in name for mark in _KNOWN_KINDS):
             match.carried.append(tensor)
         else:
@@ -210,6 +218,12 @@ def _last_layers(
 def _means_nothing(tensor: StoredHeader) -> bool:
     """Whether a tensor that no rule names can be no weight: integers, scalars and empty ones are carried along."""
     return tensor.dtype.kind == "integer" or not tensor.shape or 0 in tensor.shape
+
+
+def _kept(tensor: StoredHeader, place: Place) -> TensorRule:
+    """The rule of a tensor that stays as it is: all its sizes are numbers."""
+    shape = parse_shape(" ".join(map(str, tensor.shape)))
+    return TensorRule(tensor.name, shape, None, None, None, 0, "any", place)
 
 
 def applying_rule(architecture: ArchitectureMap, match: Match, config: ModelConfig, pattern: str) -> TensorRule:

@@ -16,15 +16,18 @@ from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
+from widen_cli.plan.changes import told as told_anew
+from widen_cli.plan.changes import wide_sizes
 from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.grids import block_size
+from widen_cli.plan.growing import Growing, factors_asked
 from widen_cli.plan.growth import growing_axes
 from widen_cli.plan.layer_growth import layer_factors
 from widen_cli.plan.lookup import held
 from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors
 from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.partial import Partials, partial_axes
-from widen_cli.plan.planner import Growing, PlanRequest, factors_asked
+from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import paths
@@ -92,7 +95,7 @@ def narrow_model(
     by_types = request.factor is not None and grown.by_types
     found = grown.growth.factors
     layered = layer_factors(architecture, sizes, found, request.layers)
-    narrow = _recorded(config, known) if known else _derived(architecture, config, grown, by_types, layered)
+    narrow = _recorded(config, known) if known else _derived(architecture, config, sizes, grown, by_types, layered)
     told = narrow.with_values(request.settings)
     growing = growing_axes(architecture)
     factors = {
@@ -133,6 +136,7 @@ def _recorded(config: ModelConfig, known: Known) -> ModelConfig:
 def _derived(
     architecture: ArchitectureMap,
     config: ModelConfig,
+    sizes: Sizes,
     grown: Growing,
     by_types: bool,
     layered: Mapping[str, tuple[int, ...]],
@@ -142,17 +146,22 @@ def _derived(
         return config
     values: dict[str, Any] = {}
     doubt = ", or stored in other types: then say --grow instead of --factor" if by_types else ""
+    inverse = {name: 1 / Fraction(factor) for name, factor in grown.growth.factors.items()}
+    before = wide_sizes(sizes, inverse, {name: [Fraction(1, by) for by in each] for name, each in layered.items()})
     with Faults() as faults:
         for name, axis in architecture.axes.items():
             factor = grown.growth.factors[name]
-            for key in axis.keys if factor != 1 or name in layered else ():
+            for key in axis.keys if axis.means is not None else ():
+                if config.get(key) is not None and (change := told_anew(axis, key, sizes, before, faults)) is not None:
+                    values[key] = change.new
+            for key in axis.keys if axis.means is None and (factor != 1 or name in layered) else ():
                 size = config.get(key)
                 if size is None or key in values:
                     continue
-                sizes = size if isinstance(size, list) else [size]
-                each: Sequence[Factor] = layered.get(name, ()) if isinstance(size, list) else ()
-                factors = each if len(each) == len(sizes) else [factor] * len(sizes)
-                old = [_divided(number, by) for number, by in zip(sizes, factors, strict=True)]
+                each = size if isinstance(size, list) else [size]
+                own: Sequence[Factor] = layered.get(name, ()) if isinstance(size, list) else ()
+                factors = own if len(own) == len(each) else [factor] * len(each)
+                old = [_divided(number, by) for number, by in zip(each, factors, strict=True)]
                 if None in old:
                     faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}{doubt}")
                     continue

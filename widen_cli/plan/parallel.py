@@ -1,4 +1,4 @@
-"""Tensor-parallel degrees that the old sizes divide by and the new ones do not."""
+"""Tensor-parallel degrees that the new sizes do not divide by."""
 
 from __future__ import annotations
 
@@ -10,26 +10,36 @@ from widen_cli.plan.sizes import Sizes
 DEGREES = (2, 4, 8)
 
 
-def lost_degrees(old: Sizes, new: Sizes) -> Iterator[str]:
-    """A warning for each axis that a model was split along and cannot be any more. Whole factors lose nothing."""
-    architecture = old.architecture
-    split = [axis for axis in (*growing_axes(architecture), "vocab") if axis != architecture.growth.head_dim]
-    shared = architecture.growth.heads[1:]  # runtimes give several ranks one key head
-    for axis in dict.fromkeys(split):
-        here, there = old.known.get(axis), new.known.get(axis)
-        if here is None or there is None or axis in old.layered:
-            continue
-        lost = [
-            str(degree)
-            for degree in DEGREES
-            if _divides(here, degree, axis in shared) and not _divides(there, degree, axis in shared)
-        ]
-        if lost:
+def undivided(old: Sizes, new: Sizes) -> Iterator[str]:
+    """A warning for each axis whose new size, no multiple of the old one, such degrees do not divide.
+
+    Multiples divide by all that the old size did, so nothing that the model could do is lost there.
+    """
+    for axis, here, there, degrees in _unfit(old, new):
+        if there % here:
+            lost = " any more" if all(_divides(old, axis, degree) for degree in degrees) else ""
             yield (
-                f"{axis} grows from {here} to {there}, which tensor-parallel degrees of {' and '.join(lost)} do not divide any more; "
-                f"{axis}=round:{lost[-1]} in --grow keeps them"
+                f"{axis} grows from {here} to {there}, which tensor-parallel degrees of {_listed(degrees)} do not divide{lost}; "
+                f"{axis}=round:{degrees[-1]} in --grow gives a size that they do"
             )
 
 
-def _divides(size: int, degree: int, shared: bool) -> bool:
+def _unfit(old: Sizes, new: Sizes) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+    """The axes that a model is split along with their old and new sizes, and the degrees that do not divide the new ones."""
+    architecture = old.architecture
+    split = [axis for axis in (*growing_axes(architecture), "vocab") if axis != architecture.growth.head_dim]
+    for axis in dict.fromkeys(split):
+        here, there = old.known.get(axis), new.known.get(axis)
+        degrees = tuple(degree for degree in DEGREES if there is not None and not _divides(new, axis, degree))
+        if here and there and axis not in old.layered and degrees:
+            yield axis, here, there, degrees
+
+
+def _divides(sizes: Sizes, axis: str, degree: int) -> bool:
+    size = sizes.known[axis]
+    shared = axis in sizes.architecture.growth.heads[1:]  # runtimes give several ranks one key head
     return size % degree == 0 or (shared and 0 < size < degree and degree % size == 0)
+
+
+def _listed(degrees: tuple[int, ...]) -> str:
+    return " and ".join(map(str, degrees))

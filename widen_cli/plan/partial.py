@@ -1,7 +1,8 @@
 """Axes whose new size is no multiple of the old one: how often each old position stands.
 
 All stand floor(new / old) times, and the last of them once more: so many that the new size is reached. Whole heads are shared
-out among the groups that read one key, so that a copy of a query still reads a copy of its key.
+out among the groups that read one key, so that a copy of a query still reads a copy of its key. Rotary pairs under a raised
+base stand in front in their old order, each once, and copies of the last ones behind them.
 """
 
 from __future__ import annotations
@@ -64,8 +65,13 @@ class Partial:
 Partials = Mapping[str, Partial]
 
 
-def partial_axes(architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor]) -> dict[str, Partial]:
-    """The axes that grow by a fraction. Raises WidenError for those of which it cannot be said where the copies go."""
+def partial_axes(
+    architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor], in_front: frozenset[str] = frozenset()
+) -> dict[str, Partial]:
+    """The axes that grow by a fraction; of those `in_front` the old positions come first, in their order.
+
+    Raises WidenError for those of which it cannot be said where the copies go.
+    """
     found = {axis: Partial(axis, Fraction(factor), ()) for axis, factor in factors.items() if not is_whole(factor)}
     faults = [
         f"--grow {axis}={factors[axis]}: '{axis}' differs from layer to layer, so only whole factors can be; give one"
@@ -75,7 +81,10 @@ def partial_axes(architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[s
     if faults:
         raise WidenError(*faults)
     known = {axis: partial for axis, partial in found.items() if axis in sizes.known}
-    made = {axis: Partial(axis, each.ratio, _segments(each.ratio, sizes.known[axis])) for axis, each in known.items()}
+    made = {
+        axis: Partial(axis, each.ratio, (_behind if axis in in_front else _segments)(each.ratio, sizes.known[axis]))
+        for axis, each in known.items()
+    }
     return made | _grouped(architecture, sizes, factors, made)
 
 
@@ -83,6 +92,13 @@ def _segments(ratio: Fraction, size: int) -> tuple[Segment, ...]:
     whole = int(ratio)
     more = int(ratio * size) - whole * size
     return Segment(size - more, whole, whole), Segment(more, whole + 1, whole)
+
+
+def _behind(ratio: Fraction, size: int) -> tuple[Segment, ...]:
+    """The first positions once, and the last ones laid as a whole after themselves: as many as divide what is added."""
+    more = int(ratio * size) - size
+    again = next(number for number in range(min(size, more), 0, -1) if more % number == 0)
+    return Segment(size - again, 1, 1), Segment(again, 1 + more // again, 1)
 
 
 def _grouped(
@@ -140,10 +156,10 @@ def _copies_of_keys(partial: Partial | None, size: int, factor: Factor) -> list[
 
 
 def partial_output(partial: Partial, mean: bool, scale: Scale, layout: str) -> str:
-    """How a bare model's hidden states come out along such an axis; heads undo it."""
+    """How an output comes out along such an axis, said of several."""
     (_, _), (more, _) = ((segment.units, segment.copies) for segment in partial.segments)
     how = "as a whole" if layout == "tile" else "side by side"
     begin = "begin with the old ones" if partial.whole == 1 else f"stand {partial.whole}x {how}"
     times = "" if scale.is_one else f", times {scale}"
     what = "their mean" if mean else "zero"
-    return f"hidden states, where they are the output, {begin}{times}; {more} places hold {what}"
+    return f"{begin}{times}; {more} places hold {what}"

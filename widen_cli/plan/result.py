@@ -12,9 +12,11 @@ from widen_cli.dimensions import Fill, Growth, Split, fills, leaf_scales, scaled
 from widen_cli.dtypes import STORED, DType
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import StoredHeader
+from widen_cli.plan.numbered import Numbered
 from widen_cli.scales import ONE, Scale
 
 EXACT, ROUNDS, DEPENDS = "exact", "rounds", "depends on values"
+HIDDEN_STATES = "last_hidden_state"  # what transformers calls them
 
 
 @dataclass(frozen=True)
@@ -183,13 +185,29 @@ class ConfigChange:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """What becomes of a tensor's gradient: a tree of factors for each stored dimension, zeros where there is none.
+
+    Of `unknown` entries the zeros say only that nothing follows from the narrow gradient; `reason` is why nothing does of any.
+    """
+
+    growth: tuple[Growth, ...] = ()
+    scale: Scale = ONE
+    unknown: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that one run will write, resolved before a byte moves.
 
-    `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states;
+    `axes` are the ones a user can name; `scales` gives s of each space, `output` is that of a bare model's hidden states,
+    `outputs` are those of what else it puts out, by transformers' names;
     `tensors` stands in the order of the input; `warnings` are for the user; `rebuilt` says what layers the model has in place
     of those it had, `made_of` what it was before it became one of another kind, `layers` what grows in some layers only.
-    `approximate` says why the result computes another function, and is empty where it does not.
+    `approximate` says why the result computes another function, and is empty where it does not. `layout` is the one taken,
+    `scalars` are tensors that take factors in place of weights. `gradients` are those of the tensors by their stored names,
+    where they were asked for. `numbered` says of heads that files beside the model name by their numbers where they go.
     """
 
     architecture: str
@@ -206,10 +224,15 @@ class Plan:
     axes: tuple[str, ...] = ()
     equal_pairs: tuple[tuple[str, str], ...] = ()
     output: str | None = None
+    outputs: dict[str, str] = field(default_factory=dict)
     rebuilt: str = ""
     approximate: str = ""
     made_of: str = ""
     layers: tuple[str, ...] = ()
+    layout: str = "interleave"
+    scalars: tuple[str, ...] = ()
+    gradients: dict[str, Gradient] = field(default_factory=dict)
+    numbered: dict[str, dict[str, Numbered]] = field(default_factory=dict)
 
     @property
     def named_factors(self) -> dict[str, int | str]:
@@ -223,6 +246,12 @@ class Plan:
         before = [text for text in (self.rebuilt, self.made_of) if text]
         grown = [f"{axis} x{self.factors[axis]}" for axis in self.axes if self.factors[axis] != 1]
         return ", ".join([*before, *grown, *self.layers]) or "nothing grows"
+
+    @property
+    def output_scales(self) -> dict[str, float]:
+        """What a bare model's outputs that grow are multiplied by, by transformers' names."""
+        spaces = {**({} if self.output is None else {HIDDEN_STATES: self.output}), **self.outputs}
+        return {name: float(self.scales[space]) for name, space in spaces.items() if space in self.scales}
 
     @property
     def exact(self) -> bool:

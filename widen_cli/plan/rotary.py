@@ -3,7 +3,8 @@
 With `theta` the old pairs come first and keep their angles, since the base is raised to the r-th power: base**(-2j/d) is
 (base**r)**(-2j/(r d)). With `spread` old pair j goes to r*j and keeps its angle under the old base. Either way the new pairs
 of one side of q.k are zero. With `frequencies` all copies of a pair stand side by side, and numbers that the runtime
-divides frequencies by give each of them the old one's angle.
+divides frequencies by give each of them the old one's angle. With `pairs` they stand there without such numbers, as the
+source has them: copy k of pair j is turned by base**(-2(r j + k)/(r d)), so the first as before and the others more slowly.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
+from widen_cli.map_checks import PAIRS
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.factors import Factor
+from widen_cli.plan.frequencies import listed_frequencies
 from widen_cli.plan.growth import PLAIN
 from widen_cli.plan.lookup import config_lookup, held
 from widen_cli.plan.result import EXACT, ROUNDS, ConfigChange
@@ -34,6 +37,11 @@ class Rotary:
         """The axes along which q.k counts each old pair once, the new pairs of one side being zero."""
         return self.axes if self.factor > 1 and self.method in ("theta", "spread") else frozenset()
 
+    @property
+    def approximate(self) -> str:
+        """Why another function comes of it; empty where it is the same."""
+        return f"--rope {PAIRS}" if self.factor > 1 and self.method == PAIRS else ""
+
     def tiles(self, axis: str, otherwise: bool) -> bool:
         """Whether the copies of an axis come after all of it; `otherwise` is the layout of what is not rotated."""
         if self.factor == 1 or axis not in self.axes:
@@ -41,15 +49,19 @@ class Rotary:
         return self.method == "theta"
 
 
-def rotary_method(architecture: ArchitectureMap, config: ModelConfig, asked: str | None) -> str | None:
+def rotary_method(architecture: ArchitectureMap, config: ModelConfig, asked: str | None, allowed: bool) -> str | None:
     """The way that was asked for, else the first of the map that keeps the function; None where there is none.
 
-    Raises WidenError where what was asked for does not keep it.
+    Raises WidenError where what was asked for does not keep it; of `pairs`, which never does, where that is not `allowed`.
     """
     known = architecture.rope.methods if architecture.rope else {}
-    exact = [name for name, condition in known.items() if _holds(architecture, config, condition)]
+    fitting = [name for name, condition in known.items() if _holds(architecture, config, condition)]
+    exact = [name for name in fitting if name != PAIRS]
     if asked is None:
         return exact[0] if exact else None
+    if asked == PAIRS and asked in known:
+        _check_pairs(why_none(architecture, config) if asked not in fitting else None, exact, allowed)
+        return asked
     if asked not in exact and not any(
         "rope(" in space.formula.text for space in architecture.spaces.values() if space.formula
     ):
@@ -59,6 +71,18 @@ def rotary_method(architecture: ArchitectureMap, config: ModelConfig, asked: str
         why = "with this model's frequency scaling" if asked in known else f"for '{architecture.architecture}'"
         raise WidenError(f"--rope {asked}: is not exact {why}; {instead}")
     return asked
+
+
+def _check_pairs(why_not: str | None, exact: list[str], allowed: bool) -> None:
+    """Raises WidenError where pairs cannot be copied under the runtime's own frequencies, or it was not said that they may."""
+    if why_not is not None:
+        raise WidenError(f"--rope {PAIRS}: cannot be had, not even approximately: {why_not}; grow heads instead")
+    if not allowed:
+        keep = f", and --rope {' or '.join(exact)} keeps it" if exact else ""
+        raise WidenError(
+            f"--rope {PAIRS}: copies of a pair turn more slowly than the pair, which changes the function; "
+            f"--allow-approximate takes that{keep}"
+        )
 
 
 def rotary_fraction(architecture: ArchitectureMap, config: ModelConfig, asked: str | None, factor: Factor) -> str:
@@ -73,10 +97,6 @@ def rotary_fraction(architecture: ArchitectureMap, config: ModelConfig, asked: s
         raise WidenError(
             f"--grow: heads cannot grow by {factor}: only a raised base does that exactly, and it is not exact for this model; "
             "grow by a whole factor"
-        )
-    if factor > 2:
-        raise WidenError(
-            f"--grow: heads under rotary positions grow by whole factors, or by fractions below 2, not by {factor}"
         )
     return "theta"
 
@@ -97,7 +117,7 @@ def why_none(architecture: ArchitectureMap, config: ModelConfig) -> str:
         return why
     lookup = config_lookup(architecture, config)
     told: dict[str, str] = {}
-    conditions = list(architecture.rope.methods.values())
+    conditions = [condition for name, condition in architecture.rope.methods.items() if name != PAIRS]
     for word in (word for word in conditions[0].words if all(word in other.words for other in conditions)):
         try:
             told[word] = f"{word} is {brief(lookup(word))}"
@@ -116,6 +136,9 @@ def rotary_changes(
     if rotary.factor == 1 or architecture.rope is None:
         return []
     changes = _bases(architecture, config, rotary.factor) if rotary.method == "theta" else []
+    if rotary.method == "frequencies" and architecture.rope.sections and architecture.rope.lists:
+        found = divisors(config, architecture, int(rotary.factor), 2 * pairs)
+        changes += listed_frequencies(architecture, config, found, _first_base(architecture, config), pairs)
     for key in architecture.rope.lists:
         for place, old in held(architecture, config, key).items():
             if not isinstance(old, list) or not all(map(is_number, old)) or len(old) != pairs:
@@ -150,7 +173,7 @@ def _longer(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary, 
     """One number for each new pair. A pair of zeros may have any, and has that of the pair whose place it shares."""
     if rotary.method == "theta":
         return (old * -(-rotary.factor // 1))[: int(len(old) * rotary.factor)]
-    if rotary.method == "spread":
+    if rotary.method in ("spread", PAIRS):
         return [number for number in old for _ in range(int(rotary.factor))]
     factors = divisors(config, architecture, int(rotary.factor), 2 * len(old))
     return [number * factor for number in old for factor in factors]
@@ -168,13 +191,31 @@ def _base(architecture: ArchitectureMap, config: ModelConfig, key: str, place: s
     return float(base)
 
 
+def _first_base(architecture: ArchitectureMap, config: ModelConfig) -> float:
+    assert architecture.rope is not None
+    key = architecture.rope.keys[0]
+    return _base(architecture, config, key, next(iter(held(architecture, config, key)), key))
+
+
+def slower_copies(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary, pairs: int) -> list[str]:
+    """How fast copies of pairs turn, against the old ones, where they take the runtime's own frequencies."""
+    if not rotary.approximate or architecture.rope is None:
+        return []
+    copies, speeds = int(rotary.factor), ""
+    if pairs and architecture.rope.keys and config.present:
+        found = divisors(config, architecture, copies, 2 * pairs)[1:]
+        speeds = f" ({', '.join(f'{speed:.3g}' for speed in found)} of the old frequency)"
+    return [
+        f"of {copies} copies of a rotary pair the first turns as before and the others more slowly{speeds}: attention changes "
+        "the more the further apart two tokens are"
+    ]
+
+
 def divisors(config: ModelConfig, architecture: ArchitectureMap, factor: int, head: int) -> tuple[float, ...]:
     """By what the frequencies of a pair's r copies have to be divided, beside what the old pair's was.
 
     Copy k of pair j stands at r*j + k of r*d/2, where the runtime has base**(-2(r j + k)/(r d)); the old one had
     base**(-2j/d). `head` is d, the old number of rotated values.
     """
-    assert architecture.rope is not None
-    key = architecture.rope.keys[0]
-    base = _base(architecture, config, key, next(iter(held(architecture, config, key)), key))
+    base = _first_base(architecture, config)
     return tuple(base ** (-2 * copy / (factor * head)) for copy in range(factor))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +13,7 @@ from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_rules import ArchitectureMap, Axis
 from widen_cli.plan.lookup import config_lookup
 from widen_cli.plan.match import Match, Matched
+from widen_cli.plan.meanings import meaning
 from widen_cli.shapes import Name, Product, Term
 
 SIZE_LIMIT = 1 << 63  # no array is longer
@@ -121,12 +122,12 @@ class Sizes:
 
     def evaluate(self, formula: Formula) -> Any:
         """A formula over axes and config keys. Raises UnknownValueError or ValueError."""
-        lookup = config_lookup(self.architecture, self.config)
-        return evaluate(formula, lambda name: self._named(name, lookup))
+        return evaluate(formula, self.named)
 
-    def _named(self, name: str, lookup: Any) -> Any:
+    def named(self, name: str) -> Any:
+        """The size of an axis, or a config value. Raises UnknownValueError for what nothing tells."""
         if name not in self.architecture.axes:
-            return lookup(name)
+            return config_lookup(self.architecture, self.config)(name)
         if name not in self.known:
             raise UnknownValueError(name)
         return self.known[name]
@@ -175,14 +176,20 @@ def resolve_sizes(architecture: ArchitectureMap, config: ModelConfig, match: Mat
 
 
 def _from_config(sizes: Sizes, faults: Faults) -> None:
-    for axis in sizes.architecture.axes.values():
+    # What means a size is often a multiple of another one.
+    for axis in sorted(sizes.architecture.axes.values(), key=lambda axis: axis.means is not None):
         key = config_key(axis, sizes.config)
         if key is None:
-            _check_absent(axis, sizes, faults)
+            _check_slip(axis.keys, f"holds {axis.name}", axis.otherwise is not None, sizes, faults)
             continue
         _check_others(axis, key, sizes.config, faults)
         value = sizes.config.get(key)
-        if sizes.config.per_layer and isinstance(value, list):
+        by_layer = sizes.config.per_layer or sizes.architecture.layered is not None
+        if axis.means is not None:
+            value = _meant(sizes, axis, key, value, faults)
+            if value is None:
+                continue
+        if by_layer and isinstance(value, list):
             value = _of_layers(sizes, axis.name, key, value, faults)
             if value is None:
                 continue
@@ -193,8 +200,27 @@ def _from_config(sizes: Sizes, faults: Faults) -> None:
             continue
         sizes.known[axis.name] = value
         sizes.told_by[axis.name] = key
+    for pattern, keys in sizes.architecture.repeats.items():
+        _check_slip(keys, f"counts {pattern}", True, sizes, faults)
     if sizes.config.present:
         _from_formulas(sizes, faults)
+
+
+def _meant(sizes: Sizes, axis: Axis, key: str, value: Any, faults: Faults) -> Any:
+    """The size, or list of them, that a config value means; 0 for a null in a list. None with a fault where it means none."""
+    assert axis.means is not None
+    values = value if isinstance(value, list) else [value]
+    try:
+        meant = [0 if one is None else meaning(axis.means, sizes)(one) for one in values]
+    except UnknownValueError as error:
+        faults.add(
+            f"{printable(sizes.config.name)}: {key} means a size together with '{printable(error.name)}', which nothing tells"
+        )
+        return None
+    except ValueError as error:
+        faults.add(f"{printable(sizes.config.name)}: {key} is {brief(value)}, which means no size: {error}")
+        return None
+    return meant if isinstance(value, list) else meant[0]
 
 
 def _check_others(axis: Axis, key: str, config: ModelConfig, faults: Faults) -> None:
@@ -227,15 +253,37 @@ def _of_layers(sizes: Sizes, axis: str, key: str, values: list[Any], faults: Fau
     return int(max(values))
 
 
-def _check_absent(axis: Axis, sizes: Sizes, faults: Faults) -> None:
-    """A key that the config has under a very similar name is a slip, in the map or in the config."""
-    others = {key for other in sizes.architecture.axes.values() for key in other.keys} | {*sizes.architecture.defaults}
-    near = {key: did_you_mean(key, sizes.config.values.keys() - others, SLIP) for key in axis.keys}
-    if axis.otherwise is None and sizes.config.present and all(near.values()) and near:
-        key = next(iter(near))
-        faults.add(
-            f"{printable(sizes.config.name)}: there is no '{key}', which the map says holds {axis.name}{near[key]}"
-        )
+def _check_slip(keys: tuple[str, ...], what: str, spared: bool, sizes: Sizes, faults: Faults) -> None:
+    """Absent keys that the config all has under very similar names are slips, in the map or in the config.
+
+    `spared`: models may lack the key, so that a name of more or fewer words is that of something else.
+    """
+    config, architecture = sizes.config, sizes.architecture
+    if not config.present or not keys or any(key in config for key in keys):
+        return
+    others = {key for other in architecture.axes.values() for key in other.keys}
+    others |= {key for counted in architecture.repeats.values() for key in counted}
+    others |= {*architecture.defaults, *(place for places in architecture.places.values() for place in places)}
+    written = {name for name in _names(config) if name not in others}
+    near = {
+        key: did_you_mean(key, (name for name in written if not spared or _words(name) == _words(key)), SLIP)
+        for key in keys
+    }
+    if all(near.values()):
+        faults.add(f"{printable(config.name)}: there is no '{keys[0]}', which the map says {what}{near[keys[0]]}")
+
+
+def _names(config: ModelConfig) -> Iterator[str]:
+    """The keys of a config, those in a section with its name in front."""
+    for key, value in config.values.items():
+        yield key
+        if isinstance(value, dict):
+            yield from (f"{key}.{inner}" for inner in value)
+            yield from value if key == config.inside else ()
+
+
+def _words(key: str) -> int:
+    return key.count("_") + key.count(".")
 
 
 def _from_formulas(sizes: Sizes, faults: Faults | None = None) -> bool:

@@ -205,7 +205,7 @@ class SpaceScales:
             for name, space in spaces.items()
             if space.formula
             and not any(word in spaces for word in self.words(name) if word != name)
-            and (name not in called or name == self.architecture.output)
+            and (name not in called or name in self.architecture.output[:1])
         }
 
     def words(self, name: str) -> tuple[str, ...]:

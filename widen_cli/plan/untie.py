@@ -11,7 +11,7 @@ from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.formulas import UnknownValueError
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie
 from widen_cli.plan.laws import width_power
-from widen_cli.plan.lookup import config_lookup
+from widen_cli.plan.lookup import config_lookup, held
 from widen_cli.plan.match import Match, StoredHeader, applying_rule, match_tensors
 from widen_cli.plan.result import EXACT, ConfigChange, Plan, Twin
 from widen_cli.plan.sizes import resolve_sizes
@@ -57,9 +57,10 @@ def untied(
     spaces = SpaceScales(architecture, match, dict.fromkeys(architecture.axes, 1), config)
     _check_ties(spaces, match, config, file)
     changes = tuple(
-        ConfigChange(key, config.get(key), False, EXACT)
+        ConfigChange(place, config.get(place), False, EXACT)
         for key in architecture.untie
         if _holds(architecture, config, key)
+        for place in _said_at(architecture, config, key)
     )
     loose = config.with_values({change.key: change.new for change in changes})
     twins = _twins(spaces.ties, match)
@@ -94,13 +95,18 @@ def _twins(ties: Sequence[Tie], match: Match) -> dict[str, dict[str, Twin]]:
 
 def _check_ties(spaces: SpaceScales, match: Match, config: ModelConfig, file: str) -> None:
     told = f"{printable(file)}: --untie:"
-    if config.inside:
+    if config.inside and not spaces.architecture.section:
         raise WidenError(f"{told} the model is a part of another, whose class decides what is tied; leave it out")
     if not spaces.ties:
         raise WidenError(f"{told} no weight of this model is tied to another; leave it out")
     for tie in spaces.ties:
         if (table := match.written(tie.to)) in match.grids:
             raise WidenError(f"{told} '{printable(table)}' is block-scaled FP8; dequantise the model first")
+
+
+def _said_at(architecture: ArchitectureMap, config: ModelConfig, key: str) -> list[str]:
+    """Every place that says whether weights are tied, or where nothing does the first at which the model looks."""
+    return [*held(architecture, config, key)] or [*architecture.places.get(key, ()), key][:1]
 
 
 def _holds(architecture: ArchitectureMap, config: ModelConfig, key: str) -> bool:

@@ -75,7 +75,7 @@ def deepened(
         notes=tuple(note for deep in built for note in deep.notes),
         warnings=(*warnings, *(text for deep in built for text in deep.doubts())),
         approximate=approximate,
-        stacks={deep.match.written(deep.stack.pattern): deep.restacked for deep in built},
+        stacks={deep.stack.pattern: deep.restacked for deep in built},
     )
 
 
@@ -89,21 +89,19 @@ def refuse_depth(options: Options) -> None:
             f"{said}: an adapter's layers are those of its base; a deeper base takes one that is trained on it, "
             "or merge the adapter into its base first"
         )
-    for given, other in (
-        (options.experts is not None, "--experts"),
-        ("@" in (options.grow or ""), "--grow ...@LAYERS"),
-    ):
-        if given:
-            raise WidenError(f"{said}: does not go together with {other}; give each to a run of its own, --depth first")
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """Layers that a map repeats: the pattern of their names, the config keys that count them, and how many there are."""
+    """Layers that a map repeats: the pattern of their names, the config keys that count them, and how many there are.
+
+    `behind`: how many of those that the keys count stand behind the last one, so that `count` leaves them out.
+    """
 
     pattern: str
     keys: tuple[str, ...]
     count: int
+    behind: int = 0
 
     @property
     def word(self) -> str:
@@ -114,12 +112,29 @@ class _Stack:
 def _stacks(architecture: ArchitectureMap, match: Match, checkpoint: Checkpoint) -> list[_Stack]:
     counts = layer_counts(architecture, match, checkpoint.config)
     names = [tensor.name for tensor in checkpoint.tensors]
+    behind = _behind(architecture, checkpoint)
     stacks = [
-        _Stack(pattern, keys, counts[pattern])
+        _Stack(pattern, keys, counts[pattern] - behind, behind)
         for pattern, keys in architecture.repeats.items()
         if pattern.count("*") == 1 and any(_number(match, pattern, name) for name in names)
     ]
     return [stack for stack in stacks if stack.count > 0]
+
+
+FURTHER = "nextn_predict_layers"  # a GGUF's key for layers that predict further tokens; its block_count has them too
+
+
+def _behind(architecture: ArchitectureMap, checkpoint: Checkpoint) -> int:
+    """How many of the layers that are counted stand behind the last one. Raises WidenError where the map does not say it."""
+    key = architecture.depth.behind
+    found = checkpoint.config.get(key or FURTHER, 0)
+    number = found if isinstance(found, int) else 0
+    if number > 0 and key is None:
+        raise WidenError(
+            f"{printable(checkpoint.name)}: {FURTHER} is {number}: that many of its layers predict further tokens and stay behind "
+            f"the others, of which map '{architecture.architecture}' says nothing; say there 'depth: {{behind: {FURTHER}}}'"
+        )
+    return max(0, number)
 
 
 def _number(match: Match, pattern: str, name: str) -> tuple[int, int] | None:
@@ -257,7 +272,9 @@ class _Deep:
         silent = dict.fromkeys(self.match.written(self.rules[name].pattern) for name in self.silent)
         fixed = sorted(self.fixed - {tensor.name for tensor in self.match.dropped})
         numbered = [name for name in fixed if _number(self.match, self.stack.pattern, name)]
-        return Restacked(self.stack.count, layers, tuple(silent), tuple(numbered))
+        return Restacked(
+            self.match.written(self.stack.pattern), self.stack.count, layers, tuple(silent), tuple(numbered)
+        )
 
     @property
     def told(self) -> str:
@@ -301,7 +318,7 @@ def _counts(
     """The keys that count layers, with what they hold now; one that another stack went by is given to that."""
     config = checkpoint.config
     first = {stack.pattern: stack.keys[0] for stack in stacks}
-    totals = {deep.stack.pattern: len(deep.slots) for deep in built}
+    totals = {deep.stack.pattern: len(deep.slots) + deep.stack.behind for deep in built}
     changed: dict[str, int] = {}
     for stack in stacks:
         if stack.pattern in totals:
@@ -311,6 +328,6 @@ def _counts(
     for stack in stacks:
         used = next((key for key in stack.keys if key in config), None)
         if stack.pattern not in totals and used in changed:
-            changed[stack.keys[0]] = stack.count
+            changed[stack.keys[0]] = stack.count + stack.behind
     for key, new in changed.items():
         yield ConfigChange(key, config.get(key), new, EXACT)

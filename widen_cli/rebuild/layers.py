@@ -36,7 +36,7 @@ def with_layers(
             )
         )
     target = _target(options, checkpoint, source)
-    axes = target.layered.axes if target is not None and target.layered else ()
+    axes = target.layered_axes if target is not None else ()
     faults = [f"--grow {one}: {_why(one, checkpoint, source, axes)}" for one in asked if one.axis not in axes]
     if faults:
         raise WidenError(*faults)
@@ -62,22 +62,30 @@ def _target(options: Options, checkpoint: Checkpoint, source: ArchitectureMap) -
 
 
 def _maps() -> list[ArchitectureMap]:
-    found = (catalog_map(name) for name in map_names() if name.endswith(".gguf"))
-    return [one for one in found if one.layered is not None]
+    """The maps of models whose layers may differ."""
+    return [found for name in map_names() if (found := catalog_map(name)).layered is not None]
 
 
 def _why(one: LayerGrowth, checkpoint: Checkpoint, source: ArchitectureMap, axes: Sequence[str]) -> str:
     """Why an axis has one size in all layers, and where it has not."""
+    elsewhere = _others(one.axis if axes else None)
     if axes:
-        return f"'{one.axis}' has one size in all layers; these may differ: {', '.join(axes)}"
-    kinds = "; ".join(
-        f"{found.architecture} ({', '.join(found.layered.axes)}), which a {' or '.join(found.layered_from)} becomes"
-        for found in _maps()
-        if found.layered is not None
-    )
+        which = f"; models in which '{one.axis}' may: {elsewhere}" if elsewhere else ""
+        return f"'{one.axis}' has one size in all layers; these may differ: {', '.join(axes)}{which}"
     form = "GGUF" if checkpoint.gguf is not None else "config"
     experts = " with experts" if checkpoint.config.get("expert_count") else ""
     return (
-        f"the {form} of a '{source.architecture}'{experts} has one {one.axis} for all layers; GGUF architectures with one for "
-        f"each: {kinds}"
+        f"the {form} of a '{source.architecture}'{experts} has one {one.axis} for all layers; models with one for each: "
+        f"{elsewhere}"
     )
+
+
+def _others(axis: str | None) -> str:
+    """The models whose layers may differ, by format, with the axes in which; of an axis those that differ in it."""
+    told: dict[str, list[str]] = {"GGUF": [], "Hugging Face": []}
+    for found in _maps():
+        if axis is None or axis in found.layered_axes:
+            becomes = f", which a {' or '.join(found.layered_from)} becomes" if found.layered_from else ""
+            text = f"{found.architecture} ({', '.join(found.layered_axes)}{becomes})"
+            told["GGUF" if found.gguf_architectures else "Hugging Face"].append(text)
+    return "; ".join(f"{form}: {', '.join(found)}" for form, found in told.items() if found)

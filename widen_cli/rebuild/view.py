@@ -37,12 +37,21 @@ class Piece:
 @dataclass(frozen=True)
 class Restacked:
     """Where the layers of a stack of `count` come from: for each new one the old one, ~n where it passes the stream on and was
-    made of layer n. `silent` are the name patterns of what is zero in such a layer, `fixed` tensors that keep their names."""
+    made of layer n. `written` is the pattern of their names, `silent` are those of what is zero in such a layer, `fixed` tensors
+    that keep their names."""
 
+    written: str
     count: int
     layers: tuple[int, ...]
     silent: tuple[str, ...]
     fixed: tuple[str, ...]
+
+    @property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The new numbers of each old layer, without those of layers that only take its weights."""
+        return tuple(
+            tuple(number for number, source in enumerate(self.layers) if source == old) for old in range(self.count)
+        )
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,8 @@ class View:
     """What a rebuilt model is made of: pieces in the order of the bytes they take, so that a pipe can give them.
 
     `config` are the values that change with it, `told` says in few words what was done, `notes` and `warnings` say more.
-    `approximate` says why the function is another, and is empty where it is the same. `stacks` says by the pattern of their names
-    where layers come from.
+    `approximate` says why the function is another, and is empty where it is the same. `stacks` says by the map's
+    pattern where layers come from.
     """
 
     pieces: tuple[Piece, ...]
@@ -64,19 +73,22 @@ class View:
 
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint as the view sees it."""
-        values = {change.key: change.new for change in self.config}
         uses = Counter(piece.stored.name for piece in self.pieces if piece.item is None)
         shared = {tensor.name: Shared(tensor, uses[tensor.name]) for tensor in checkpoint.tensors}
         tensors = tuple(piece.tensor(shared[piece.stored.name]) for piece in self.pieces)
         stored = checkpoint.stored or checkpoint.tensors
+        return self.counted(replace(checkpoint, tensors=tensors, stored=stored))
+
+    def counted(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with the new values of its config, as where it became another kind by the old ones."""
+        values = {change.key: change.new for change in self.config}
         config = checkpoint.config
-        return replace(
-            checkpoint,
-            tensors=tensors,
-            stored=stored,
-            config=config.with_values(values),
-            found_config=checkpoint.found_config.within(config.inside).with_values(values),
-        )
+        found = checkpoint.found_config.within(config.inside).with_values(values)
+        return replace(checkpoint, config=config.with_values(values), found_config=found)
+
+    def numbers(self, stack: str) -> tuple[tuple[int, ...], ...] | None:
+        """The new numbers of each old layer of a stack; None where all keep theirs."""
+        return self.stacks[stack].numbers if stack in self.stacks else None
 
     def planned(self, plan: Plan) -> Plan:
         """The plan made of such a checkpoint, with what the view did before."""
@@ -84,7 +96,11 @@ class View:
             plan,
             config=_joined(self.config, plan.config),
             rebuilt=self.told,
-            approximate=self.approximate,
+            approximate="; ".join(filter(None, (self.approximate, plan.approximate))),
+            numbered={
+                file: {key: replace(each, layers=self.numbers(each.stack)) for key, each in keys.items()}
+                for file, keys in plan.numbered.items()
+            },
             notes=(*self.notes, *plan.notes),
             warnings=(*self.warnings, *plan.warnings),
         )

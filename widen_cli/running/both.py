@@ -54,5 +54,5 @@ def _unknown(options: Options) -> Known:
     opened = open_adapter(wide, options.base) if options.base else open_checkpoint(wide, options.config_out, {})
     opened.close()
     return Known(
-        tuple({tensor.dtype.name for tensor in opened.tensors if tensor.dtype.kind in ("float", "blocks")}), None
+        tuple({tensor.dtype.name for tensor in opened.tensors if tensor.dtype.kind in ("float", "blocks")}), {}
     )

@@ -26,11 +26,15 @@ ALONE = {
 
 def need(runtime: str, *packages: str) -> None:
     """Raises WidenError where one of the packages that a runtime is made of is not installed."""
+    require(f"--run: runs the models in {runtime}", *packages)
+
+
+def require(told: str, *packages: str) -> None:
+    """Raises WidenError where one of the packages is missing that an option asks for; `told` is what it does with them."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise WidenError(
-            f"--run: runs the models in {runtime}, and {' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed; "
-            f"{INSTALL}"
+            f"{told}, and {' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed; {INSTALL}"
         )
 
 

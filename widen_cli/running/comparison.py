@@ -108,6 +108,8 @@ def _divergence(narrow: Array, wide: Array) -> tuple[tuple[float, float], float]
 
 
 def _log_softmax(logits: Array) -> Array:
+    """Of infinite logits the limit: the largest share everything, so that equal infinities make equal distributions."""
     with np.errstate(invalid="ignore"):
-        below = logits - logits.max(axis=-1, keepdims=True)
+        largest = logits.max(axis=-1, keepdims=True)
+        below = np.where(logits == largest, 0, logits - largest)
         return np.asarray(below - np.log(np.exp(below).sum(axis=-1, keepdims=True)))

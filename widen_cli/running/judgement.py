@@ -134,8 +134,10 @@ def bounds(
 
 
 def _bound(moved: list[tuple[int, Measured]], positions: int, roundoff: float) -> Bound:
-    relative = max((times * one.relative for times, one in moved), default=0.0) + LEAST * roundoff
-    kl = max((times * one.kl[0] for times, one in moved if one.kl), default=0.0) + LEAST_KL
+    # What becomes infinite, or no number, when it is disturbed says nothing of how far it moves.
+    apart = [times * one.relative for times, one in moved if math.isfinite(one.relative)]
+    diverged = [times * one.kl[0] for times, one in moved if one.kl and math.isfinite(one.kl[0])]
+    relative, kl = max(apart, default=0.0) + LEAST * roundoff, max(diverged, default=0.0) + LEAST_KL
     return Bound(relative, kl if positions >= FEW else math.inf)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the wide model's making: the types in which values were rounded, the scale of its hidden states."""
+    """What is known of the wide model's making: the types in which values were rounded, and the scales of outputs that grow, by
+    transformers' names."""
 
     rounded: tuple[str, ...]
-    scale: float | None
+    scales: Mapping[str, float]
 
 
 @dataclass(frozen=True)

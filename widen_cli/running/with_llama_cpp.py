@@ -16,6 +16,7 @@ from widen_cli.errors import WidenError, printable
 from widen_cli.gguf.header import read_gguf_header
 from widen_cli.gguf.model import part_names
 from widen_cli.options import Options
+from widen_cli.plan.result import HIDDEN_STATES
 from widen_cli.running.child import answer_of, need
 from widen_cli.running.comparison import EMBEDDINGS, Outputs
 from widen_cli.running.judgement import bounds, disturbances, judged
@@ -49,7 +50,7 @@ def run_in_llama_cpp(options: Options, asked: Asked, known: Known, folder: Path)
         disturbed.append((times, _answer(copy, request, options.input, folder)[0]))
     other, _ = _answer(wide, request, options.output, folder)
     allowed = bounds(first, disturbed, FLOATS, asked.tolerance)
-    scales = {} if known.scale is None else {EMBEDDINGS: known.scale}
+    scales = {EMBEDDINGS: known.scales[HIDDEN_STATES]} if HIDDEN_STATES in known.scales else {}
     outputs = tuple(Outcome(one.same, str(one), one.as_json()) for one in judged(first, other, allowed, scales))
     return RunResult(_runtime(asked), _told(request["prompts"], asked), outputs, ())
 

@@ -34,7 +34,7 @@ def run_in_transformers(options: Options, asked: Asked, known: Known, folder: Pa
         "seed": asked.seed,
         "dtype": asked.dtype or ("float64" if "F64" in kinds else "float32"),
         "roundoff": roundoff_of(known.rounded),
-        "scales": {} if known.scale is None else {"last_hidden_state": known.scale},
+        "scales": dict(known.scales),
         "tolerance": asked.tolerance,
     }
     answer = json.loads(answer_of("torch_child", request, folder, f"{narrow['name']}, {wide['name']}").read_text())
