@@ -29,7 +29,7 @@ from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.result import EXACT, ConfigChange
 from widen_cli.plan.splits import Asked
 from widen_cli.plan.written import WrittenTypes
-from widen_cli.rebuild import deepened, refuse_depth, refuse_experts, upcycled, with_layers
+from widen_cli.rebuild import made_anew, refuse_depth, refuse_experts
 from widen_cli.records import Built, Record, Was
 from widen_cli.resuming import identity_of, to_resume
 from widen_cli.shards import output_shards
@@ -116,26 +116,18 @@ def _planned(
     if checkpoint.faults:
         check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
         raise WidenError(*checkpoint.faults)
-    source, made, found = architecture, None, checkpoint.found_config
-    view = deepened(checkpoint, architecture, choice.root, options.depth, options.allow_approximate)
-    checkpoint = view.of(checkpoint) if view is not None else checkpoint
-    if options.experts is not None:
-        made = upcycled(options, checkpoint, choice)
-        checkpoint, architecture = made.checkpoint, made.architecture
-        checkpoint = view.counted(checkpoint) if view is not None else checkpoint
-        request = replace(request, times=made.times)
-    target = made.architecture if made else None
-    if request.layers:
-        checkpoint, architecture = with_layers(options, checkpoint, architecture, request.layers)
-        checkpoint = view.counted(checkpoint) if view is not None else checkpoint
-        target = architecture if architecture is not source else None
+    anew = made_anew(options, checkpoint, choice, request.layers)
+    source, found = architecture, checkpoint.found_config
+    checkpoint, architecture, view, made = anew.checkpoint, anew.architecture, anew.view, anew.experts
+    request = replace(request, times=made.times) if made is not None else request
+    target = architecture if made is not None or architecture is not source else None
     unread = () if options.map is None else unread_epsilons(source, checkpoint.config, options.map)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
     if made is not None:
         plan = replace(plan, made_of=made.kind, notes=(made.note, *plan.notes))
     plan = _described(plan, checkpoint, options)
-    anew = view is not None or target is not None
-    built = Built.of(found.within(checkpoint.config.inside), _found(checkpoint), view) if anew else None
+    rebuilt = view is not None or target is not None
+    built = Built.of(found.within(checkpoint.config.inside), _found(checkpoint), view) if rebuilt else None
     recorded = _recorded(options, checkpoint, plan, source, target, built)
     plan = view.planned(plan) if view is not None else plan
     check_equal(checkpoint, plan)

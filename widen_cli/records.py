@@ -98,12 +98,14 @@ class Said(BaseModel):
 class Stack(BaseModel):
     """What became of the layers of one stack, of which there were `count`.
 
-    `layers` has for each new layer the old one that it is, or ~n (-1, -2 ...) where it was made of layer n and passes the stream
-    on. `silent` are the name patterns of the weights that are zero in such a layer, `fixed` tensors that kept their names.
+    `written` is the pattern of their names as the model spells it. `layers` has for each new layer the old one that it is, or ~n
+    (-1, -2 ...) where it was made of layer n and passes the stream on. `silent` are the name patterns of the weights that are zero
+    in such a layer, `fixed` tensors that kept their names.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    written: str
     count: int = Field(ge=1)
     layers: list[int]
     silent: list[str] = []
@@ -112,7 +114,7 @@ class Stack(BaseModel):
 
 class Built(BaseModel):
     """What a run made of the narrow model before it widened it, of more layers, of experts, or of another kind: the old values
-    of config keys that changed, the keys that are new, and by the pattern of their names the stacks of layers."""
+    of config keys that changed, the keys that are new, and by the map's pattern the stacks of layers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -128,10 +130,14 @@ class Built(BaseModel):
         keys = dict.fromkeys([*said, *others]) if old.present else {}
         changed = {key: old.get(key) for key in keys if key in old and old.get(key) != new.get(key)}
         stacks = {
-            stack.written: Stack(
-                count=stack.count, layers=[*stack.layers], silent=[*stack.silent], fixed=[*stack.fixed]
+            pattern: Stack(
+                written=each.written,
+                count=each.count,
+                layers=[*each.layers],
+                silent=[*each.silent],
+                fixed=[*each.fixed],
             )
-            for stack in (view.stacks.values() if view is not None else ())
+            for pattern, each in (view.stacks.items() if view is not None else ())
         }
         return cls(
             config={key: value for key, value in changed.items() if _storable(value)},

@@ -18,7 +18,8 @@ class Fold:
     `plans` are those that made the wide tensors where they are others, as of copies that are several layers or experts.
     A tensor may be made of slices: those of `more` follow this one, or stand in the first dimension of the wide one
     (`stacked`); they are laid one after the other, or `beside` each other in every row. `whole` is its shape then.
-    `silent` are weights of new layers that were made of this tensor and write nothing. `remedy`: only the same bits can be
+    `silent` are weights of new layers that were made of this tensor and write nothing; `of_experts`: what it is folded from are
+    experts. `remedy`: only the same bits can be
     folded; what to do where they differ.
     """
 
@@ -32,6 +33,7 @@ class Fold:
     beside: bool = False
     whole: tuple[int, ...] | None = None
     silent: tuple[StoredTensor, ...] = ()
+    of_experts: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from widen_cli.adapters import open_adapter, plan_with_base, refuse_alone
 from widen_cli.checkpoint import Checkpoint, check_settings, open_checkpoint
+from widen_cli.collapse.anew import refuse_unmade
 from widen_cli.collapse.average import Distance
 from widen_cli.collapse.fold import Fold
 from widen_cli.collapse.making import Making, kept_types, known, making_of, refuse_foreign
@@ -28,6 +29,7 @@ from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import match_tensors
 from widen_cli.plan.narrowing import narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
+from widen_cli.records import Was
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
 from widen_cli.tied import check_equal
@@ -110,7 +112,7 @@ def collapse(
         tuple(name for name, exactness in kept.items() if exactness == ROUNDS),
         tuple(name for name, exactness in kept.items() if exactness == DEPENDS),
         stream.silent,
-        fold.experts,
+        frozenset(name for name, one in fold.folds.items() if one.of_experts),
         fold.architecture,
         fold.undone,
     )
@@ -126,7 +128,6 @@ class _Prepared:
     folds: dict[str, Fold]
     recorded: bool
     architecture: str
-    experts: frozenset[str] = frozenset()
     undone: tuple[str, ...] = ()
 
 
@@ -186,12 +187,13 @@ def _planned(options: Options, wide: Checkpoint, making: Making, faults: Faults)
     if not faults.texts:
         check_equal(wide, plan)
     config, warnings = settled(narrow, plan, wide.config, recorded=was is not None)
-    experts: frozenset[str] = frozenset()
     if built is not None and not faults.texts:
         config = config.without(built.added).with_values(dict(built.config)) if config.present else config
         if upcycling is not None:
-            found, experts = upcycling.dense(found, narrow, choice.root)
+            found = upcycling.dense(found, narrow, choice.root)
         found = without_new_layers(found, built.stacks)
+        narrowed = recorded(wide, 1, found, making.record, was)
+        refuse_unmade(narrowed, found, config, asked, choice, request.layers, built)
     config = described(config, wide, found, options, was)
     told_by_plan = [text for text in plan.warnings if not _of_growth(text, wide)]
     texts = (*choice.warnings, *making.doubts(plan, wide, narrow.by_types), *warnings, *told_by_plan)
@@ -199,12 +201,18 @@ def _planned(options: Options, wide: Checkpoint, making: Making, faults: Faults)
     prepared = _resolved(options, wide, making, plan, found, config, texts, faults, max(padded, default=1))
     undone = [f"layers {len(stack.layers)} -> {stack.count}" for stack in (built.stacks.values() if built else ())]
     undone += [f"{upcycling.experts} experts -> dense"] if upcycling else []
-    return replace(prepared, experts=experts, architecture=choice.architecture.architecture, undone=tuple(undone))
+    return replace(prepared, architecture=choice.architecture.architecture, undone=tuple(undone))
 
 
 def _of_growth(text: str, wide: Checkpoint) -> bool:
     """Whether a plan warns of what a wide model needs or loses, which is what lies here."""
     return "tensor-parallel degrees" in text or ("no config was found" in text and not wide.config.present)
+
+
+def _layers(was: Was | None, stack: str) -> list[int] | None:
+    """Which old layer each of a stack is, None where all keep their numbers."""
+    stacks = was.built.stacks if was and was.built else {}
+    return stacks[stack].layers if stack in stacks else None
 
 
 def _planned_adapter(options: Options, wide: Checkpoint, making: Making, faults: Faults) -> _Prepared:
@@ -242,7 +250,10 @@ def _resolved(
     target = config_target_of(options, wide, directory)
     check_targets(options, wide, target, directory, faults)
     sidecars = {file: {key: 1 / Fraction(by) for key, by in keys.items()} for file, keys in plan.sidecars.items()}
-    numbered = {file: {key: each.folded for key, each in keys.items()} for file, keys in plan.numbered.items()}
+    numbered = {
+        file: {key: each.folded(_layers(making.was, each.stack)) for key, each in keys.items()}
+        for file, keys in plan.numbered.items()
+    }
     companions = companions_of(wide, options.input, options.output, sidecars, numbered)
     shards = output_shards(to_write, source, options.input, options.output, options.max_shard_size, directory)
     with faults.collecting():

@@ -31,12 +31,12 @@ def refuse_lost(file: str, options: Options, built: Built | None) -> None:
             f"{printable(file)}: was made with {' '.join(made)}, and only its record tells what was made of what; give --record with "
             "the model as it was written then"
         )
-    for pattern, stack in built.stacks.items() if built else ():
+    for stack in built.stacks.values() if built else ():
         kept = {layer for layer in stack.layers if layer >= 0}
         if lost := [str(layer) for layer in range(stack.count) if layer not in kept]:
             raise WidenError(
-                f"{printable(file)}: was made with {' '.join(made)}, which left out layers {', '.join(lost)} of {printable(pattern)}: "
-                "nothing brings these back; go on with the model that it was made of"
+                f"{printable(file)}: was made with {' '.join(made)}, which left out layers {', '.join(lost)} of "
+                f"{printable(stack.written)}: nothing brings these back; go on with the model that it was made of"
             )
 
 
@@ -46,13 +46,13 @@ def refuse_lost(file: str, options: Options, built: Built | None) -> None:
 def without_new_layers(folds: Mapping[str, Fold], stacks: Mapping[str, Stack]) -> Folds:
     """The folds under the old layers' names: a layer that stands several times is the mean of all, one that passes the stream
     on is left out, and what it has that was to write nothing is told beside what it was made of."""
-    for pattern, stack in stacks.items():
-        folds = _restacked(folds, pattern, stack)
+    for stack in stacks.values():
+        folds = _restacked(folds, stack)
     return dict(folds)
 
 
-def _restacked(folds: Mapping[str, Fold], pattern: str, stack: Stack) -> Folds:
-    numbered = re.compile(name_pattern(pattern).pattern + r"(?=\.|$)")
+def _restacked(folds: Mapping[str, Fold], stack: Stack) -> Folds:
+    numbered = re.compile(name_pattern(stack.written).pattern + r"(?=\.|$)")
     silent = [name_pattern(text) for text in stack.silent]
     fixed, found = {*stack.fixed}, Folds()
     beside: dict[str, list[StoredTensor]] = {}
@@ -126,8 +126,8 @@ class Upcycling:
         names = [tensor.name for tensor in tensors if any(each.fullmatch(tensor.name) for each in patterns)]
         return dict.fromkeys(names, Scale.of(self.slices))
 
-    def dense(self, folds: Mapping[str, Fold], narrow: Narrow, root: str) -> tuple[Folds, frozenset[str]]:
-        """The folds of the dense model, and which of them are made of experts; routers and shared experts are left out."""
+    def dense(self, folds: Mapping[str, Fold], narrow: Narrow, root: str) -> Folds:
+        """The folds of the dense model; routers and shared experts are left out."""
         match = match_tensors(self.target, narrow.headers, narrow.told, root)
         experts = {
             pattern: (name_pattern(match.written(new)), new.count("*") == pattern.count("*"))
@@ -151,15 +151,12 @@ class Upcycling:
             name: fold if isinstance(fold, Fold) else self.numbered(fold, self.axis_of(match, name))
             for name, fold in found.items()
         }
-        made = frozenset(name for name in dense if self.pattern_of(match, name) is not None)
-        return self.with_shared(dense, folds, match), made
-
-    def pattern_of(self, match: Match, name: str) -> str | None:
-        """Which dense weight a name is, None for another tensor."""
-        return next((p for p in self.rules.weights if name_pattern(match.written(p)).fullmatch(name)), None)
+        return self.with_shared(dense, folds, match)
 
     def axis_of(self, match: Match, name: str) -> int:
-        return self.cut(self.pattern_of(match, name) or "")[0]
+        """Which dimension of a dense weight is shared out, by its name."""
+        pattern = next(each for each in self.rules.weights if name_pattern(match.written(each)).fullmatch(name))
+        return self.cut(pattern)[0]
 
     def numbered(self, experts: Sequence[Fold], axis: int) -> Fold:
         """One dense weight of experts with names of their own, which stand in the order of their numbers."""
@@ -170,6 +167,7 @@ class Upcycling:
                 first = _together(first, other)
             slices.append(first)
         first, *more = slices
+        first = replace(first, of_experts=True)
         if not more:
             return first
         return replace(first, more=tuple(more), beside=axis > 0, whole=_whole(first.shape, axis, self.slices))
@@ -190,6 +188,7 @@ class Upcycling:
             plans=(plan,),
             stacked=True,
             beside=axis > 0 and self.slices > 1,
+            of_experts=True,
             whole=_whole(shape[1:], axis, self.slices),
         )
 
