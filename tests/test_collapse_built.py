@@ -19,7 +19,7 @@ import test_layer_growth
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_any_size import KNOWN
 from test_collapse import command, config, differing, edited, shaken, tensors
 from test_gguf_lossless import Tiny, write_tiny
@@ -63,7 +63,7 @@ LAYERS = [
     ("llama", torch.bfloat16, {"depth": ("2x",), "grow": "intermediate=26/25", "fill": "random"}),
 ]
 EXPERTS = [
-    ("llama", torch.float32, {"experts": 4}),
+    ("llama", torch.float32, {"experts": 4, "depth": ("+1@0",), "grow": "hidden=2"}),
     ("llama", torch.bfloat16, {"experts": 4, "slices": 2, "factor": 2, "layout": "tile"}),
     ("llama", torch.float32, {"experts": 6, "slices": 2, "factor": 2, "noise": -30.0, "seed": 3, "top_k": 4}),
     ("llama", torch.float32, {"experts": 4, "slices": 2, "grow": "hidden=2,intermediate=26/25", "fill": "random"}),
@@ -235,6 +235,38 @@ def test_only_the_record_tells(asked: tuple[str, str], tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"config": {"auto_map": {"AutoModel": "other.Model"}}}, "config key 'auto_map'"),
+        ({"added": ["vocab_size"]}, "config key 'vocab_size'"),
+        ({"stacks": {"model.layers.*": {"layers": [0, 1, -1, -2]}}}, "the layers of model.layers.*"),
+    ],
+)
+def test_a_record_of_what_nothing_makes(said: dict[str, Any], told: str, tmp_path: Path) -> None:
+    """The narrow model is made anew once more, so that what was written by hand is not written on."""
+    source, wide = saved("llama", tmp_path / "narrow"), tmp_path / "wide"
+    made(source, wide, depth=("2x",), factor=2)
+    file = wide / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    record = json.loads(metadata["widen_ckpt"])
+    built = record["was"]["built"]
+    for key, value in said.items():
+        if key == "stacks":
+            built[key]["model.layers.*"] |= value["model.layers.*"]
+        else:
+            built[key] = value if isinstance(value, list) else built[key] | value
+    save_file(load_file(file), file, {**metadata, "widen_ckpt": json.dumps(record)})
+    with pytest.raises(WidenError) as caught:
+        back(wide, tmp_path / "back")
+    assert str(caught.value) == (
+        f"{wide}: its record speaks of {told}, which making it anew (--depth 2x) does not change so; give --record with the model as "
+        "it was written then"
+    )
+    assert not (tmp_path / "back").exists()
+
+
 # The guards.
 
 
@@ -259,8 +291,9 @@ def test_one_expert_that_is_off_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"depth": ("2x",), "factor": 2},
+        {"depth": ("2x",), "grow": "hidden=2x,intermediate=2x@1-2,heads=2x,kv_heads=2x"},
         {"depth": ("0-2,1-2",)},
+        {"depth": ("+1@0",), "experts": 4},
         {"experts": 4, "factor": 2},
         {"experts": 4, "slices": 2, "factor": 2, "split": "uneven", "top_k": 4},
         {"experts": 4, "slices": 2, "top_k": 4, "grow": "hidden=2,intermediate=26/25", "fill": "random"},
