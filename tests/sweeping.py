@@ -1,7 +1,7 @@
 """Random conversions of tiny models, everything in one run: widths by factors and sizes, depth, experts, an untied head, fills.
 
-Each is drawn by a seed alone. The written model computes the narrow one's function in float64, and `verify` derives it
-again; or the run is refused, with a reason. `python tests/sweeping.py SEED COUNT` tries as many as wanted.
+Each is drawn by a seed alone. The written model computes the narrow one's function in float64, `verify` derives it again, and
+`collapse` takes it back; or the run is refused, with a reason. `python tests/sweeping.py SEED COUNT` tries as many as wanted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import families_llama
 import models
 import numpy as np
 import torch
+from test_collapse import differing
 
+from widen_cli.collapse import collapse
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
 from widen_cli.options import Options
@@ -170,7 +172,22 @@ class Sweep:
         run(job, lambda nbytes: None)
         error = _error(before, models.outputs(wide, torch.float64, inputs=_inputs_of(path)))
         found = verify(Options(str(path), str(wide)), lambda nbytes: None).differences
-        return Outcome(trial, error, differences=tuple(map(str, found)))
+        return Outcome(trial, error, differences=(*map(str, found), *self.back(path, wide, trial)))
+
+    def back(self, narrow: Path, wide: Path, trial: Trial) -> list[str]:
+        """The tensors and config keys that do not come back as they were, but for values that the conversion rounded."""
+        back = self.folder / "back"
+        folded = collapse(
+            Options(str(wide), str(back), threads=1, force=True), None, lambda nbytes: None, lambda text: None
+        )
+        # Weights that were written apart stay so.
+        untied = (
+            {"lm_head.weight", "cls.predictions.decoder.weight", "tie_word_embeddings"}
+            if "untie" in trial.asked
+            else set()
+        )
+        others = set(differing(narrow, back)) - {*folded.inexact} - untied
+        return [f"collapse: {name}" for name in sorted(others | {name for name, _ in folded.moved})]
 
 
 def _inputs_of(narrow: Path) -> Any:

@@ -505,7 +505,9 @@ def random_growth(draw: np.random.Generator, depth: int = 2) -> Growth:
         return Laid(tuple(random_growth(draw, depth - 1) for _ in range(int(draw.integers(1, 4)))))
     inner = random_growth(draw, depth - 1) if depth and draw.random() < 0.6 else None
     scale = Scale.of(int(draw.integers(1, 4))) ** int(draw.choice([-1, 1])) if inner is None else Scale()
-    return Copies(int(draw.integers(1, 4)), int(draw.integers(1, 4)), bool(draw.random() < 0.3), scale, inner)
+    copies = int(draw.integers(1, 4))
+    kept = int(draw.integers(0, copies))
+    return Copies(int(draw.integers(1, 4)), copies, bool(draw.random() < 0.3), scale, inner, kept)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -916,7 +918,7 @@ def test_values_that_are_no_numbers(narrow: Path, tmp_path: Path) -> None:
 
 def test_a_wrong_factor_shows(narrow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     widened(narrow, tmp_path / "wide", scaling="copy")
-    monkeypatch.setattr(widen_cli.collapse.stream, "inverted", lambda growth: growth)
+    monkeypatch.setattr(widen_cli.collapse.rows, "inverted", lambda growth: growth)
     back(tmp_path / "wide", tmp_path / "back")
     assert UP in differing(narrow, tmp_path / "back")
 
@@ -924,12 +926,12 @@ def test_a_wrong_factor_shows(narrow: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_wrong_order_of_copies_shows(narrow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles taken for neighbours: other values are averaged, and nothing of it is alike."""
     widened(narrow, tmp_path / "wide", scaling="copy", layout="tile")
-    real = widen_cli.collapse.stream.places
+    real = widen_cli.collapse.rows.places
 
     def beside(growth: Growth) -> Any:
         return real(Copies(growth.old, growth.new // growth.old))
 
-    monkeypatch.setattr(widen_cli.collapse.stream, "places", beside)
+    monkeypatch.setattr(widen_cli.collapse.rows, "places", beside)
     folded = back(tmp_path / "wide", tmp_path / "back")
     assert {UP, "model.norm.weight"} <= set(differing(narrow, tmp_path / "back"))
     assert len(folded.moved) == len(folded.distances)

@@ -9,6 +9,7 @@ from typing import Any
 
 import families_encoders
 import gguf_families
+import gguf_oracle
 import models
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from sweeping import Sweep, trials
 from test_depth import PROMPTS, deepen
 
 from widen_cli.cli import cli
+from widen_cli.collapse import collapse
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
 from widen_cli.options import Options
@@ -61,6 +63,8 @@ def test_alignment_heads_follow(asked: dict[str, Any], tmp_path: Path) -> None:
     before = cross_attentions(tmp_path / "narrow", pairs)
     for old, new in zip(before, cross_attentions(tmp_path / "wide", values["alignment_heads"]), strict=True):
         assert np.abs(old - new).max() <= 1e-12
+    collapse(Options(str(tmp_path / "wide"), str(tmp_path / "back")), None, lambda nbytes: None, print)
+    assert json.loads((tmp_path / "back/generation_config.json").read_text()) == json.loads(told.read_text())
     wrong = [[layer, (head + 2) % 6] for layer, head in pairs]
     assert np.abs(before[0] - cross_attentions(tmp_path / "narrow", wrong)[0]).max() > 1e-4
 
@@ -74,6 +78,14 @@ def test_layers_that_predict_further_stay_behind(tmp_path: Path) -> None:
     one, other = (log_probabilities(path, PROMPTS) for path in (source, tmp_path / "deep.gguf"))
     assert np.abs(one - other).max() <= 2e-4
     assert not verify(Options(str(source), str(tmp_path / "deep.gguf")), lambda nbytes: None).differences
+    folded = collapse(
+        Options(str(tmp_path / "deep.gguf"), str(tmp_path / "back.gguf")), None, lambda nbytes: None, print
+    )
+    old, new = (gguf_oracle.read(tmp_path / name) for name in ("narrow.gguf", "back.gguf"))
+    assert (list(old.pairs.items()), list(old.tensors)) == (list(new.pairs.items()), list(new.tensors))
+    exact = old.tensors.keys() - {*folded.inexact}
+    assert len(exact) > 5
+    assert all(np.array_equal(old.tensors[name].rows, new.tensors[name].rows) for name in exact)
 
 
 def test_a_random_few_of_all_in_one_run(tmp_path: Path) -> None:

@@ -364,13 +364,6 @@ def test_another_model_is_compared_with_the_layers_asked_for(narrow: Save, tmp_p
         assert sum("layers" in warning for warning in job.warnings) == told, job.warnings
 
 
-def test_folding_back_is_refused(narrow: Save, tmp_path: Path) -> None:
-    deepen(narrow("llama_biases"), tmp_path / "deep", "2x", factor=2)
-    folded = CliRunner().invoke(cli, ["collapse", str(tmp_path / "deep"), str(tmp_path / "back")])
-    assert folded.exit_code == 1
-    assert "was made with --depth 2x, and layers are not taken back by folding" in folded.stderr
-
-
 @pytest.mark.parametrize(
     ("name", "wish", "factor"),
     [("qwen3", "+1", 2), ("gemma3", "+1@end", None), ("olmo2", "2x", None), ("deepseek2", "2x", None)],

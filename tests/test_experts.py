@@ -374,17 +374,6 @@ def test_the_record_derives_every_byte_again(dense: Dense, tmp_path: Path) -> No
     assert "num_experts_per_tok: should be 4, is 1" in broken.stderr
 
 
-def test_there_is_no_way_back(dense: Dense, tmp_path: Path) -> None:
-    convert(dense.folder("llama"), tmp_path / "wide", experts=4, factor=2)
-    back = widen_ckpt("collapse", tmp_path / "wide", tmp_path / "back")
-    assert back.exit_code == 1
-    assert not (tmp_path / "back").exists()
-    assert back.stderr == (
-        f"{tmp_path / 'wide'}: was made a mixture of experts (--experts), of which no dense model is folded: experts that were "
-        "trained are no copies, and those that were not stand in the dense model still\n"
-    )
-
-
 def test_experts_can_be_widened_later(dense: Dense, tmp_path: Path) -> None:
     convert(dense.folder("llama"), tmp_path / "experts", experts=4)
     job = convert(tmp_path / "experts", tmp_path / "wide", factor=2)

@@ -145,16 +145,6 @@ def test_other_formats_are_told_which_ones_can(tmp_path: Path) -> None:
     ]
 
 
-def test_it_is_not_folded_back(files: Callable[[str], Path], tmp_path: Path) -> None:
-    widened(files("llama"), tmp_path / "wide.gguf", grow="intermediate=2@1")
-    back = CliRunner().invoke(cli, ["collapse", str(tmp_path / "wide.gguf"), str(tmp_path / "back.gguf")])
-    assert back.exit_code == 1
-    assert back.stderr == (
-        f"{tmp_path / 'wide.gguf'}: grew differently from layer to layer (--grow intermediate=2@1), which is not folded back; "
-        "go on with the narrow model\n"
-    )
-
-
 def test_ranges_are_read() -> None:
     assert parse_growth("hidden=2, heads=3x@4 - 7,heads=2@1") == (
         parse_grow("hidden=2"),

@@ -356,21 +356,48 @@ def test_values_that_mean_the_new_sizes(narrow: Callable[[str], Path], tmp_path:
     }
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_the_way_back(recorded: bool, narrow: Callable[[str], Path], tmp_path: Path) -> None:
-    """Values of the config come back as they were recorded; without a record, ones that mean the same sizes do."""
-    wide, back = tmp_path / "wide", tmp_path / "back"
-    widened(narrow("nas"), wide, "hidden=2x,heads=2x,intermediate=2x")
-    if not recorded:
-        save_file(load_file(wide / "model.safetensors"), wide / "model.safetensors")
-    said = () if recorded else ("--grow", "hidden=2x,heads=2x,intermediate=2x", "--scaling", "copy")
+def test_layers_that_stand_twice_have_values_of_their_own(narrow: Callable[[str], Path], tmp_path: Path) -> None:
+    """A doubled layer and its first grow apart by ranges, and so do their values."""
+    asked: dict[str, Any] = {"depth": ("2x",), "grow": "intermediate=2x@1", "scaling": "copy"}
+    run(prepare(Options(str(narrow("nas")), str(tmp_path / "wide"), **asked)), lambda nbytes: None)
+    inner = [size for size in nas_sizes(NAS)[2] for _ in range(2)]
+    inner[1] *= 2
+    assert nas_sizes(read(tmp_path / "wide"))[2] == inner
+    back = folded_back(tmp_path / "wide", narrow("nas"))
+    assert read(back) == NAS
+
+
+def folded_back(wide: Path, narrow: Path, *said: str) -> Path:
+    """The wide model folded by the command; every tensor is the narrow one's."""
+    back = wide.with_name("back")
     outcome = CliRunner().invoke(cli, ["collapse", str(wide), str(back), *said])
     assert outcome.exit_code == 0, outcome.stderr
-    assert nas_sizes(read(back)) == nas_sizes(NAS)
+    old, new = (load_file(folder / "model.safetensors") for folder in (narrow, back))
+    assert all(np.array_equal(tensor, new[name]) for name, tensor in old.items())
+    return back
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("name", "grow"),
+    [
+        ("nas", "hidden=2x,heads=2x,intermediate=2x"),
+        ("nas", "hidden=2x,heads=2x,kv_heads=2x@1,intermediate=4x@3"),
+        ("elm", "hidden=2x,intermediate=2x@0-1"),
+        ("gemma3n", "laurel=2x,intermediate=4x@0-2"),
+    ],
+)
+def test_the_way_back(recorded: bool, name: str, grow: str, narrow: Callable[[str], Path], tmp_path: Path) -> None:
+    """Values of the config come back as they were recorded; without a record, ones that mean the same sizes do."""
+    wide, first = tmp_path / "wide", read(narrow(name))
+    widened(narrow(name), wide, grow)
+    if not recorded:
+        save_file(load_file(wide / "model.safetensors"), wide / "model.safetensors")
+    back = read(folded_back(wide, narrow(name), *(() if recorded else ("--grow", grow, "--scaling", "copy"))))
     if recorded:
-        assert read(back) == NAS
-    old, new = load_file(narrow("nas") / "model.safetensors"), load_file(back / "model.safetensors")
-    assert all(np.array_equal(old[name], new[name]) for name in old)
+        assert back == first
+    sizes = {"nas": nas_sizes, "elm": elm_inner, "gemma3n": lambda config: config["intermediate_size"]}[name]
+    assert sizes(back) == sizes(first)
 
 
 # Gemma 3n, run by transformers.

@@ -30,8 +30,8 @@ from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.result import EXACT, ConfigChange
 from widen_cli.plan.splits import Asked
 from widen_cli.plan.written import WrittenTypes
-from widen_cli.rebuild import deepened, refuse_depth, refuse_experts, upcycled, with_layers
-from widen_cli.records import Record, Was
+from widen_cli.rebuild import made_anew, refuse_depth, refuse_experts
+from widen_cli.records import Built, Record, Was
 from widen_cli.resuming import identity_of, to_resume
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
@@ -117,28 +117,23 @@ def _planned(
     if checkpoint.faults:
         check_names(architecture, checkpoint.tensors, checkpoint.config, checkpoint.name, choice.root)
         raise WidenError(*checkpoint.faults)
-    source, made = architecture, None
-    view = deepened(checkpoint, architecture, choice.root, options.depth, options.allow_approximate)
-    checkpoint = view.of(checkpoint) if view is not None else checkpoint
-    if options.experts is not None:
-        made = upcycled(options, checkpoint, choice)
-        checkpoint, architecture = made.checkpoint, made.architecture
-        checkpoint = view.counted(checkpoint) if view is not None else checkpoint
-        request = replace(request, times=made.times)
-    target = made.architecture if made else None
-    if request.layers:
-        checkpoint, architecture = with_layers(options, checkpoint, architecture, request.layers)
-        checkpoint = view.counted(checkpoint) if view is not None else checkpoint
-        target = architecture if architecture is not source else None
+    anew = made_anew(options, checkpoint, choice, request.layers)
+    source, found = architecture, checkpoint.found_config
+    checkpoint, architecture, view, made = anew.checkpoint, anew.architecture, anew.view, anew.experts
+    request = replace(request, times=made.times) if made is not None else request
+    target = architecture if made is not None or architecture is not source else None
     unread = () if options.map is None else unread_epsilons(source, checkpoint.config, options.map)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
     if made is not None:
         plan = replace(plan, made_of=made.kind, notes=(made.note, *plan.notes))
     plan = _described(plan, checkpoint, options)
+    rebuilt = view is not None or target is not None
+    built = Built.of(found.within(checkpoint.config.inside), _found(checkpoint), view) if rebuilt else None
+    recorded = _recorded(options, checkpoint, plan, source, target, built)
     plan = view.planned(plan) if view is not None else plan
     check_equal(checkpoint, plan)
     return (
-        _recorded(options, checkpoint, plan, source, target),
+        recorded,
         plan,
         (*choice.warnings, *unread),
     )
@@ -160,14 +155,19 @@ def _recorded(
     plan: Plan,
     architecture: ArchitectureMap | None,
     target: ArchitectureMap | None = None,
+    built: Built | None = None,
 ) -> Checkpoint:
     """The input with the record of this run in the metadata that is carried over."""
-    found = checkpoint.found_config.within(checkpoint.config.inside)
     # A GGUF's metadata take no settings.
     settings = () if checkpoint.gguf else parse_settings(options.settings)
-    was = Was.of(plan, found, _changed_config(checkpoint.config, plan), settings)
+    was = Was.of(plan, _found(checkpoint), _changed_config(checkpoint.config, plan), settings, built)
     record = Record.of(options, plan, architecture, checkpoint.record, was, target)
     return checkpoint.with_record(record.text)
+
+
+def _found(checkpoint: Checkpoint) -> ModelConfig:
+    """The config without what --set says, its keys looked for where the model's are."""
+    return checkpoint.found_config.within(checkpoint.config.inside)
 
 
 def _opened(options: Options, settings: dict[str, Any], faults: Faults) -> Checkpoint:

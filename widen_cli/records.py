@@ -30,6 +30,7 @@ from widen_cli.plan.layouts import LAYOUTS
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.splits import WAYS
 from widen_cli.rebuild.layers_wished import parse_depth
+from widen_cli.rebuild.view import View
 
 NUMBERS = ("F32", "F16")  # what quantised blocks are written as, where they are not kept
 
@@ -94,12 +95,64 @@ class Said(BaseModel):
     seed: int = Field(default=0, ge=0)
 
 
+class Stack(BaseModel):
+    """What became of the layers of one stack, of which there were `count`.
+
+    `written` is the pattern of their names as the model spells it. `layers` has for each new layer the old one that it is, or ~n
+    (-1, -2 ...) where it was made of layer n and passes the stream on. `silent` are the name patterns of the weights that are zero
+    in such a layer, `fixed` tensors that kept their names.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    written: str
+    count: int = Field(ge=1)
+    layers: list[int]
+    silent: list[str] = []
+    fixed: list[str] = []
+
+
+class Built(BaseModel):
+    """What a run made of the narrow model before it widened it, of more layers, of experts, or of another kind: the old values
+    of config keys that changed, the keys that are new, and by the map's pattern the stacks of layers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    config: dict[str, Any] = {}
+    added: list[str] = []
+    stacks: dict[str, Stack] = {}
+
+    @classmethod
+    def of(cls, old: ModelConfig, new: ModelConfig, view: View | None) -> Self:
+        """What lies between the config `old` and that of the model which was widened; `view` is where its layers come from."""
+        said = [change.key for change in view.config] if view is not None else []
+        others = [key for key, value in new.values.items() if not isinstance(value, dict)]
+        keys = dict.fromkeys([*said, *others]) if old.present else {}
+        changed = {key: old.get(key) for key in keys if key in old and old.get(key) != new.get(key)}
+        stacks = {
+            pattern: Stack(
+                written=each.written,
+                count=each.count,
+                layers=[*each.layers],
+                silent=[*each.silent],
+                fixed=[*each.fixed],
+            )
+            for pattern, each in (view.stacks.items() if view is not None else ())
+        }
+        return cls(
+            config={key: value for key, value in changed.items() if _storable(value)},
+            added=[key for key in keys if key not in old],
+            stacks=stacks,
+        )
+
+
 class Was(BaseModel):
     """What of the narrow model the wide one does not tell any more, for the way back.
 
     `config` holds the old values of config keys that changed, `added` the keys that are new, `types` the old types of
     tensors that are written in another, by the pattern of their names or by their name, `made` tensors that are new, `scaled`
-    those that were there and took the factors of others.
+    those that were there and took the factors of others. Where the model was made anew before it was widened, all of them speak
+    of that one, and `built` of what was before.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -108,10 +161,18 @@ class Was(BaseModel):
     added: list[str] = []
     types: dict[str, str] = {}
     made: list[str] = []
+    built: Built | None = None
     scaled: list[str] = []
 
     @classmethod
-    def of(cls, plan: Plan, old: ModelConfig, new: ModelConfig, settings: Iterable[str] = ()) -> Self:
+    def of(
+        cls,
+        plan: Plan,
+        old: ModelConfig,
+        new: ModelConfig,
+        settings: Iterable[str] = (),
+        built: Built | None = None,
+    ) -> Self:
         """What a plan changes in a model whose config is `old`, and what the `settings` did; `new` is the config with both."""
         keys = dict.fromkeys([*settings, *(change.key for change in plan.config)]) if old.present else {}
         changed = {key: old.get(key) for key in keys if key in old and old.get(key) != new.get(key)}
@@ -122,6 +183,7 @@ class Was(BaseModel):
             types=_types(plan),
             made=made,
             scaled=[name for name in plan.scalars if name not in made],
+            built=built,
         )
 
     def type_of(self, name: str, pattern: str) -> str | None:

@@ -204,7 +204,7 @@ class TensorStream(WorkingThreads):
             return counts
         if stored.source.sequential and Fill.MEAN in fills(plan.growth[0]):
             stored = _Held(bytes(stored.source.read(stored.offset, stored.nbytes)))
-        work = _Work(plan, layout(plan), stored, targets)
+        work = TensorWork(plan, layout(plan), stored, targets)
         limit = BLOCK_BYTES if plan.split is None else SPLIT_BYTES
         if self._pool is None or stored.source.sequential or forward_only:
             for group in blocks(work.layout, limit):
@@ -253,7 +253,9 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Work:
+class TensorWork:
+    """What one tensor takes: its plan, the layout of its rows, where it is read from and written to."""
+
     plan: TensorPlan
     layout: Layout
     stored: StoredBytes

@@ -73,11 +73,14 @@ class Mean:
         return self.means is None
 
 
-def mean_of_copies(wide: Array, dimensions: Sequence[Places], offset: int) -> Mean:
-    """The mean over the copies of every old position of all dimensions, in float64 and exact where they are the same."""
+def mean_of_copies(wide: Array, dimensions: Sequence[Places], offset: int, zeros: bool = True) -> Mean:
+    """The mean over the copies of every old position of all dimensions, in float64 and exact where they are the same.
+
+    `zeros`: what stands beside the copies is zero in A x, and counts in the distance.
+    """
     first, *others = _copies(wide, dimensions)
     first = np.ascontiguousarray(first)
-    empty = _zeros(wide, dimensions, offset)
+    empty = _zeros(wide, dimensions, offset) if zeros else None
     equal = [_same_bits(first, other) for other in others]
     if all(bool(same.all()) for same in equal):
         counted = math.prod(int(places.counts.sum()) for places in dimensions)
@@ -107,11 +110,11 @@ def sum_of_parts(wide: Array, dimensions: Sequence[Places], axis: int) -> Array:
     return total
 
 
-def parts_apart(wide: Array, parts: Array) -> Distance:
-    """How far wide values are from the parts that stand for them in A x."""
-    number, wanted = wide.astype(np.float64), parts.astype(np.float64)
+def values_apart(wide: Array, wanted: Array, offset: int = 0) -> Distance:
+    """How far wide values are from those that stand for them in A x, number by number."""
+    number = wide.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        return _measured(np.where(_same_bits(wide, parts), 0.0, number - wanted), number)
+        return _measured(np.where(_same_bits(wide, wanted), 0.0, number - wanted.astype(np.float64)), number + offset)
 
 
 def folded(

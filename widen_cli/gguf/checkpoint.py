@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from widen_cli.config import ModelConfig
@@ -121,20 +122,33 @@ def _padded_tokenizer(values: Mapping[str, GgufValue], name: str, size: int) -> 
     return {key: values[key].longer(new) for key, new in entries.items() if key in values}
 
 
+def shorter_tokenizer(values: Mapping[str, GgufValue], factor: int | Fraction) -> dict[str, GgufValue]:
+    """The tokenizer's lists without what was put behind them where the vocabulary was padded by a factor."""
+    found = {key: values[key] for key in (TOKENS, SCORES, TOKEN_TYPES) if key in values}
+    tokens = found.get(TOKENS)
+    if tokens is None or not tokens.count:
+        return {}
+    size = int(tokens.count / Fraction(factor))
+    return {key: value.like(value.value[:size]) for key, value in found.items() if isinstance(value.value, list)}
+
+
 def changed_metadata(model: GgufModel, name: str, changes: Iterable[tuple[str, Any]]) -> dict[str, GgufValue]:
     """The metadata with changed or added values, each in the type that it has; everything else verbatim and in order."""
     prefix = gguf_architecture(model, name) + "."
     values = dict(model.header.values)
     for key, new in changes:
-        if key == VOCABULARY:
+        if key == VOCABULARY and not (prefix + key in values and new <= values[prefix + key].value):
             values |= _padded_tokenizer(values, name, new)
         full = key if key.startswith("general.") else prefix + key
         if full in values:
             found = values[full]
             try:
-                # What was one number for all layers may become one for each.
+                # What was one number for all layers may become one for each, and one for all again.
                 listed = isinstance(new, list) and found.element is None
-                values[full] = GgufValue.of(ValueType.ARRAY, new, found.type) if listed else found.like(new)
+                if found.element is not None and not isinstance(new, list):
+                    values[full] = GgufValue.of(found.element, new)
+                else:
+                    values[full] = GgufValue.of(ValueType.ARRAY, new, found.type) if listed else found.like(new)
             except ValueError as error:
                 raise WidenError(f"{name}: {full}: {error}; correct its type in the file's metadata") from None
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +19,7 @@ from widen_cli.plan.spaces import SpaceScales
 
 
 def wide_sizes(
-    sizes: Sizes, factors: Mapping[str, Factor], layered: Mapping[str, tuple[int, ...]] | None = None
+    sizes: Sizes, factors: Mapping[str, Factor], layered: Mapping[str, Sequence[Factor]] | None = None
 ) -> Sizes:
     """The sizes of the wide model; `layered` are the factors in every layer of axes that grow by ranges of layers."""
     wide = Sizes(sizes.architecture, sizes.config)
@@ -27,7 +27,7 @@ def wide_sizes(
     wide.layered = {name: tuple(int(size * factors[name]) for size in all_) for name, all_ in sizes.layered.items()}
     for name, each in (layered or {}).items():
         old = sizes.layered.get(name) or [sizes.known[name]] * len(each)
-        wide.layered[name] = tuple(size * factor for size, factor in zip(old, each, strict=True))
+        wide.layered[name] = tuple(int(size * factor) for size, factor in zip(old, each, strict=True))
         wide.known[name] = max(wide.layered[name])
     return wide
 

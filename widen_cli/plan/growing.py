@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from widen_cli.config import ModelConfig
 from widen_cli.map_rules import ArchitectureMap
@@ -33,6 +33,14 @@ def growing(
     architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
 ) -> Growing:
     """What the request makes grow. Raises WidenError with every axis that cannot grow so."""
+    grown = factors_asked(architecture, match, sizes, config, request)
+    return replace(grown, partials=partial_axes(architecture, sizes, grown.growth.factors, grown.rotary.axes))
+
+
+def factors_asked(
+    architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
+) -> Growing:
+    """The same without the places of copies, for which `sizes` need not be the old ones."""
     stored = [item.rule for item in match.matched]
     calls = list(position_calls(architecture, stored, lambda node: config_condition(architecture, config, node)))
     positions = position_axes(architecture, calls)
@@ -48,8 +56,7 @@ def growing(
     if not is_whole(factor):
         method = rotary_fraction(architecture, config, request.rope, factor)
     rotary = Rotary(method or "", axes, factor)
-    partials = partial_axes(architecture, sizes, growth.factors, rotary.axes)
-    return Growing(growth, rotary, partials, by_types)
+    return Growing(growth, rotary, {}, by_types)
 
 
 def _by_heads(

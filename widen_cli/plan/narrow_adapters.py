@@ -49,8 +49,7 @@ def _shape(planner: AdapterPlanner, tensor: StoredHeader) -> tuple[int, ...]:
 
 
 def _foreign(base: Base, headers: Mapping[str, Header], factors: Mapping[str, Factor]) -> dict[str, tuple[int, ...]]:
-    whole = {axis: int(factor) for axis, factor in factors.items()}
     found: Sequence[tuple[int, ...]] = divided_shapes(
-        base.architecture, tuple(headers.values()), base.config, whole, base.request
+        base.architecture, tuple(headers.values()), base.config, factors, base.request
     )
     return dict(zip(headers, found, strict=True))

@@ -16,14 +16,17 @@ from widen_cli.config import ModelConfig, is_number
 from widen_cli.dtypes import DType
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.changes import told, wide_sizes
-from widen_cli.plan.factors import is_whole
+from widen_cli.plan.changes import told as told_anew
+from widen_cli.plan.changes import wide_sizes
+from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.grids import block_size
-from widen_cli.plan.growing import Growing, growing
+from widen_cli.plan.growing import Growing, factors_asked
 from widen_cli.plan.growth import growing_axes
+from widen_cli.plan.layer_growth import layer_factors
 from widen_cli.plan.lookup import held
 from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors
 from widen_cli.plan.packed import NUMBERS, PackedWeight
+from widen_cli.plan.partial import Partials, partial_axes
 from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
 from widen_cli.plan.sizes import Sizes, resolve_sizes
@@ -88,25 +91,33 @@ def narrow_model(
         )
     sizes = resolve_sizes(architecture, wide, match, Faults())
     request = replace(request, grow=said_as_factors(request.grow, sizes))
-    check_whole(request)
-    grown = growing(architecture, match, sizes, wide, request)
+    grown = _grown(architecture, match, sizes, wide, request)
     by_types = request.factor is not None and grown.by_types
-    narrow = _recorded(config, known) if known else _derived(architecture, config, sizes, grown, by_types)
+    found = grown.growth.factors
+    layered = layer_factors(architecture, sizes, found, request.layers)
+    narrow = _recorded(config, known) if known else _derived(architecture, config, sizes, grown, by_types, layered)
     told = narrow.with_values(request.settings)
-    found = {axis: int(factor) for axis, factor in grown.growth.factors.items()}
-    factors = {axis: found[axis] for axis in growing_axes(architecture)}
-    headers = _Headers(architecture, kept, told, found, request).all()
+    growing = growing_axes(architecture)
+    factors = {
+        axis: factor
+        for axis, factor in found.items()
+        if axis in growing or (architecture.axes[axis].padded and factor != 1)
+    }
+    headers = _Headers(architecture, kept, told, found, request, layered).all()
     return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors), by_types)
 
 
-def check_whole(request: PlanRequest) -> None:
-    """Raises WidenError where a model was grown to sizes that are no multiples: nothing takes that back yet."""
-    asked = {axis: factor for axis, factor in request.grow.items() if isinstance(factor, int | Fraction)}
-    if parts := [f"{axis} {factor}" for axis, factor in asked.items() if not is_whole(factor)]:
-        raise WidenError(
-            f"{printable(request.file)}: was grown to sizes that are no multiples ({', '.join(parts)}), and the way back is known for "
-            "whole factors alone; take the narrow model that it was made of"
-        )
+def _grown(
+    architecture: ArchitectureMap, match: Match, sizes: Sizes, wide: ModelConfig, request: PlanRequest
+) -> Growing:
+    """What the request made grow, as `sizes` are those that came of it. Raises WidenError for fractions that nothing grew by."""
+    told = {axis: 1 / Fraction(by) for axis, by in request.grow.items() if isinstance(by, int | Fraction)}
+    with Faults() as faults:
+        for axis, by in request.grow.items():
+            size = sizes.known.get(axis, 0)
+            if isinstance(by, Fraction) and not is_whole(by) and not is_whole(size / by):
+                faults.add(f"{printable(wide.name)}: {sizes.told_by[axis]} is {size}, {_not_so(axis, by)}")
+    return factors_asked(architecture, match, sizes.grown(told), wide, request)
 
 
 def _of_no_axis(architecture: ArchitectureMap, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,34 +134,48 @@ def _recorded(config: ModelConfig, known: Known) -> ModelConfig:
 
 
 def _derived(
-    architecture: ArchitectureMap, config: ModelConfig, sizes: Sizes, grown: Growing, by_types: bool
+    architecture: ArchitectureMap,
+    config: ModelConfig,
+    sizes: Sizes,
+    grown: Growing,
+    by_types: bool,
+    layered: Mapping[str, tuple[int, ...]],
 ) -> ModelConfig:
     """The config with its sizes divided, its bases and its lists of frequencies as they were."""
     if not config.present:
         return config
     values: dict[str, Any] = {}
     doubt = ", or stored in other types: then say --grow instead of --factor" if by_types else ""
-    before = wide_sizes(sizes, {name: 1 / Fraction(factor) for name, factor in grown.growth.factors.items()})
+    inverse = {name: 1 / Fraction(factor) for name, factor in grown.growth.factors.items()}
+    before = wide_sizes(sizes, inverse, {name: [Fraction(1, by) for by in each] for name, each in layered.items()})
     with Faults() as faults:
         for name, axis in architecture.axes.items():
-            factor = int(grown.growth.factors[name])
+            factor = grown.growth.factors[name]
             for key in axis.keys if axis.means is not None else ():
-                if config.get(key) is not None and (change := told(axis, key, sizes, before, faults)) is not None:
+                if config.get(key) is not None and (change := told_anew(axis, key, sizes, before, faults)) is not None:
                     values[key] = change.new
-            for key in axis.keys if factor != 1 and axis.means is None else ():
+            for key in axis.keys if axis.means is None and (factor != 1 or name in layered) else ():
                 size = config.get(key)
-                each = size if isinstance(size, list) else [size]
                 if size is None or key in values:
                     continue
-                if any(not isinstance(number, int) or number % factor for number in each):
+                each = size if isinstance(size, list) else [size]
+                own: Sequence[Factor] = layered.get(name, ()) if isinstance(size, list) else ()
+                factors = own if len(own) == len(each) else [factor] * len(each)
+                old = [_divided(number, by) for number, by in zip(each, factors, strict=True)]
+                if None in old:
                     faults.add(f"{printable(config.name)}: {key} is {size!r}, {_not_so(name, factor)}{doubt}")
                     continue
-                values[key] = [number // factor for number in each] if isinstance(size, list) else size // factor
+                values[key] = old if isinstance(size, list) else old[0]
     return config.with_values(values | _rotary(architecture, config, grown))
 
 
+def _divided(size: Any, factor: Factor) -> int | None:
+    """The size that grew by a factor to this one, None where there is none."""
+    return int(size / Fraction(factor)) if isinstance(size, int) and is_whole(size / Fraction(factor)) else None
+
+
 def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) -> dict[str, Any]:
-    factor, method = int(grown.rotary.factor), grown.rotary.method
+    factor, method = grown.rotary.factor, grown.rotary.method
     if factor == 1 or architecture.rope is None:
         return {}
     values: dict[str, Any] = {}
@@ -159,19 +184,20 @@ def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) 
     for key in architecture.rope.lists:
         for place, longer in held(architecture, config, key).items():
             if isinstance(longer, list):
-                values[place] = longer[: len(longer) // factor] if method == "theta" else longer[::factor]
+                theta = method == "theta"
+                values[place] = longer[: int(len(longer) / Fraction(factor))] if theta else longer[:: int(factor)]
     return values
 
 
-def _root(base: Any, factor: int) -> Any:
+def _root(base: Any, factor: Factor) -> Any:
     """The base that was raised to `base`: the whole number, where there is one."""
     if not is_number(base) or base <= 0:
         return base
-    root = float(base) ** (1 / factor)
-    return float(round(root)) if float(round(root)) ** factor == base else root
+    root = float(base) ** float(1 / Fraction(factor))
+    return float(round(root)) if float(float(round(root)) ** factor) == base else root
 
 
-def _not_so(axis: str, factor: int) -> str:
+def _not_so(axis: str, factor: Factor) -> str:
     return f"no multiple of the {factor} that {axis} grows by; this model was not widened so"
 
 
@@ -237,11 +263,11 @@ def divided_shapes(
     architecture: ArchitectureMap,
     tensors: Sequence[StoredHeader],
     told: ModelConfig,
-    factors: Mapping[str, int],
+    factors: Mapping[str, Factor],
     request: PlanRequest,
 ) -> list[tuple[int, ...]]:
     """The narrow shape of each tensor, its own where no rule names it. Raises WidenError for sizes that are no multiples."""
-    return [header.shape for header in _Headers(architecture, tensors, told, factors, request).all()]
+    return [header.shape for header in _Headers(architecture, tensors, told, factors, request, {}).all()]
 
 
 class _Headers:
@@ -250,17 +276,22 @@ class _Headers:
         architecture: ArchitectureMap,
         tensors: Sequence[StoredHeader],
         told: ModelConfig,
-        factors: Mapping[str, int],
+        factors: Mapping[str, Factor],
         request: PlanRequest,
+        layered: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.architecture = architecture
         self.tensors = tensors
         self.factors = factors
+        self.layered = layered
         self.file = printable(request.file)
         self.match = match_tensors(architecture, tensors, told, request.root)
         self.block = block_size(told)
         self.faults: list[str] = []
         self.sizes = self.known_sizes(told)
+        self.partials: Partials = {}
+        if any(not is_whole(factor) for factor in factors.values()):
+            self.partials = partial_axes(architecture, self.sizes, factors)
 
     def known_sizes(self, told: ModelConfig) -> Sizes:
         """The narrow sizes, from the config and from what is divided by one number."""
@@ -276,18 +307,22 @@ class _Headers:
         if len(dimensions) != len(item.tensor.shape):
             return None
         return tuple(
-            size // factor if (factor := self.one_factor(dimension)) and size % factor == 0 else None
+            int(size / factor) if (factor := self.one_factor(dimension, item)) and is_whole(size / factor) else None
             for dimension, size in zip(dimensions, item.tensor.shape, strict=True)
         )
 
-    def one_factor(self, dimension: Dimension) -> int | None:
-        """By how much a dimension grows, where all of its parts grow alike."""
+    def one_factor(self, dimension: Dimension, item: Matched) -> Fraction | None:
+        """By how much a dimension of a tensor grows, where all of its parts grow alike."""
+        layer = item.layer(self.architecture) if self.layered else None
+        own = self.factors
+        if layer is not None:
+            own = {**own, **{axis: each[layer] for axis, each in self.layered.items() if layer < len(each)}}
         found = set()
         for path in paths(dimension.term):
-            total = 1
+            total = Fraction(1)
             for name in path:
                 axis = None if name.isdigit() else self.architecture.axis_of(name)
-                total *= self.factors[axis.name] if axis else 1
+                total *= own[axis.name] if axis else 1
             found.add(total)
         return found.pop() if len(found) == 1 else None
 
@@ -317,11 +352,20 @@ class _Headers:
         """The narrow name of a tensor whose heads are numbered, None for the further copies."""
         name = item.tensor.name
         for axis, (start, stop) in item.numbers.items():
-            number, copy = divmod(int(name[start:stop]), self.factors[axis])
-            if copy:
+            number = self.first_number(axis, int(name[start:stop]))
+            if number is None:
                 return None
             name = f"{name[:start]}{number}{name[stop:]}"
         return name
+
+    def first_number(self, axis: str, place: int) -> int | None:
+        """The old position whose first copy stands at a place, None for the further copies."""
+        partial = self.partials.get(axis)
+        if partial is None:
+            number, copy = divmod(place, int(self.factors[axis]))
+            return None if copy else number
+        starts = (partial.places(number).start for number in range(partial.old))
+        return next((number for number, start in enumerate(starts) if start == place), None)
 
     def shape(self, item: Matched) -> tuple[int, ...]:
         """The narrow shape; what does not fit the map is left to the planner to tell."""
@@ -331,15 +375,15 @@ class _Headers:
         sizes = self.sizes.at(item.layer(self.architecture))
         shape: list[int] = []
         for dimension, size in zip(dimensions, stored, strict=True):
-            factor = self.one_factor(dimension)
+            factor = self.one_factor(dimension, item)
             if factor is None:
                 shape.append(sizes.total(dimension.term) or size)
-            elif size % factor:
+            elif not is_whole(size / factor):
                 self.faults.append(
                     f"{self.file}: tensor '{printable(item.tensor.name)}' {list(stored)} has {size} where {item.rule.shape.text} "
                     f"grows {factor}x; it was not widened so"
                 )
                 return stored
             else:
-                shape.append(size // factor)
+                shape.append(int(size / factor))
         return tuple(shape)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from widen_cli.plan.factors import Factor
@@ -28,11 +28,14 @@ class Numbered:
         heads = any(places[:1] != (number,) for number, places in enumerate(self.copies))
         return heads or any(places[:1] != (number,) for number, places in enumerate(self.layers or ()))
 
-    @property
-    def folded(self) -> Numbered:
-        """The way back: of any copy the old head."""
+    def folded(self, layers: Sequence[int] | None) -> Numbered:
+        """The way back: of any copy the old head; of the wide model's `layers` each says which old one it is, below 0 for none."""
         old = {place: number for number, places in enumerate(self.copies) for place in places}
-        return replace(self, copies=tuple((old[place],) for place in sorted(old)))
+        return Numbered(
+            self.stack,
+            tuple((old[place],) for place in sorted(old)),
+            None if layers is None else tuple((layer,) if layer >= 0 else () for layer in layers),
+        )
 
     def renumbered(self, pairs: Any) -> list[list[int]]:
         """The pairs in new numbers, without those whose layers are gone. Raises ValueError with what is no pair of the model's."""

@@ -122,10 +122,15 @@ class TensorPlan:
         """What stands where no copy does."""
         return frozenset().union(*(fills(growth) for growth in self.growth or ()))
 
-    @cached_property
+    @property
     def exactness(self) -> str:
         """`exact`, `rounds` or `depends on values`, from the factors and the types alone."""
-        if self.copy_factors or Fill.MEAN in self.fills:
+        return ROUNDS if Fill.MEAN in self.fills else self.exactness_of_copies
+
+    @cached_property
+    def exactness_of_copies(self) -> str:
+        """The same of the copies alone, without what fills the places beside them."""
+        if self.copy_factors:
             return ROUNDS
         if self.source.dtype == self.dtype and all(scale.is_one for scale in self.scales):
             return EXACT

@@ -18,7 +18,7 @@ from widen_cli.rebuild.layers_wished import Wish, parse_depth
 from widen_cli.rebuild.named_layers import renamed_layers, unsaid_lists
 from widen_cli.rebuild.schedules import Schedules, refusal
 from widen_cli.rebuild.silence import silenced
-from widen_cli.rebuild.view import Piece, View
+from widen_cli.rebuild.view import Piece, Restacked, View
 
 ALLOW = "--allow-approximate"
 # -1 as stored, the value of a gain w that is used as 1 + w and has to make nothing.
@@ -75,7 +75,7 @@ def deepened(
         notes=tuple(note for deep in built for note in deep.notes),
         warnings=(*warnings, *(text for deep in built for text in deep.doubts())),
         approximate=approximate,
-        layers={deep.stack.pattern: deep.numbers for deep in built},
+        stacks={deep.stack.pattern: deep.restacked for deep in built},
     )
 
 
@@ -266,11 +266,14 @@ class _Deep:
                 yield Piece(f"{name[:start]}{number}{name[stop:]}", piece.stored, item)
 
     @property
-    def numbers(self) -> tuple[tuple[int, ...], ...]:
-        """The new numbers of each old layer, without those of layers that only take its weights."""
-        return tuple(
-            tuple(number for number, slot in enumerate(self.slots) if slot.source == layer and not slot.passes)
-            for layer in range(self.stack.count)
+    def restacked(self) -> Restacked:
+        """Where the new layers come from."""
+        layers = tuple(~slot.source if slot.passes else slot.source for slot in self.slots)
+        silent = dict.fromkeys(self.match.written(self.rules[name].pattern) for name in self.silent)
+        fixed = sorted(self.fixed - {tensor.name for tensor in self.match.dropped})
+        numbered = [name for name in fixed if _number(self.match, self.stack.pattern, name)]
+        return Restacked(
+            self.match.written(self.stack.pattern), self.stack.count, layers, tuple(silent), tuple(numbered)
         )
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from itertools import chain, groupby
 from typing import Any
@@ -131,12 +132,12 @@ class Schedules:
         return "; +N@end moves no layer" if self.wish.keeps and not self.wish.text.endswith("@end") else ""
 
     def _laid(self, key: str, value: list[Any], slots: Sequence[Slot]) -> list[Any]:
-        """A list's values in the new order; those of layers behind the last one stay behind it."""
+        """A list's values in the new order, an object of its own for each layer; those of layers behind the last one stay behind."""
         if len(value) < self.count:
             raise WidenError(
                 f"{printable(self.config.name)}: '{key}' holds {len(value)} values for {self.count} layers; correct it, or take it out"
             )
-        return [*(value[slot.source] for slot in slots), *value[self.count :]]
+        return [*(deepcopy(value[slot.source]) for slot in slots), *value[self.count :]]
 
     def _runs(self, key: str, slots: Sequence[Slot]) -> Iterator[ConfigChange]:
         """A list of `[kinds, times]`, as GPT-Neo's."""

@@ -35,12 +35,32 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Restacked:
+    """Where the layers of a stack of `count` come from: for each new one the old one, ~n where it passes the stream on and was
+    made of layer n. `written` is the pattern of their names, `silent` are those of what is zero in such a layer, `fixed` tensors
+    that keep their names."""
+
+    written: str
+    count: int
+    layers: tuple[int, ...]
+    silent: tuple[str, ...]
+    fixed: tuple[str, ...]
+
+    @property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The new numbers of each old layer, without those of layers that only take its weights."""
+        return tuple(
+            tuple(number for number, source in enumerate(self.layers) if source == old) for old in range(self.count)
+        )
+
+
+@dataclass(frozen=True)
 class View:
     """What a rebuilt model is made of: pieces in the order of the bytes they take, so that a pipe can give them.
 
     `config` are the values that change with it, `told` says in few words what was done, `notes` and `warnings` say more.
-    `approximate` says why the function is another, and is empty where it is the same; `layers` are by stack the new numbers of
-    each old layer.
+    `approximate` says why the function is another, and is empty where it is the same. `stacks` says by the map's
+    pattern where layers come from.
     """
 
     pieces: tuple[Piece, ...]
@@ -49,7 +69,7 @@ class View:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     approximate: str = ""
-    layers: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    stacks: Mapping[str, Restacked] = field(default_factory=dict)
 
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint as the view sees it."""
@@ -62,7 +82,13 @@ class View:
     def counted(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with the new values of its config, as where it became another kind by the old ones."""
         values = {change.key: change.new for change in self.config}
-        return replace(checkpoint, config=checkpoint.config.with_values(values))
+        config = checkpoint.config
+        found = checkpoint.found_config.within(config.inside).with_values(values)
+        return replace(checkpoint, config=config.with_values(values), found_config=found)
+
+    def numbers(self, stack: str) -> tuple[tuple[int, ...], ...] | None:
+        """The new numbers of each old layer of a stack; None where all keep theirs."""
+        return self.stacks[stack].numbers if stack in self.stacks else None
 
     def planned(self, plan: Plan) -> Plan:
         """The plan made of such a checkpoint, with what the view did before."""
@@ -72,7 +98,7 @@ class View:
             rebuilt=self.told,
             approximate="; ".join(filter(None, (self.approximate, plan.approximate))),
             numbered={
-                file: {key: replace(each, layers=self.layers.get(each.stack)) for key, each in keys.items()}
+                file: {key: replace(each, layers=self.numbers(each.stack)) for key, each in keys.items()}
                 for file, keys in plan.numbered.items()
             },
             notes=(*self.notes, *plan.notes),
