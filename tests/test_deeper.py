@@ -98,8 +98,9 @@ def test_heads_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_experts_and_layers_in_one_run_through_pipes_and_any_threads(tmp_path: Path) -> None:
-    models.build("llama", torch.float64).save_pretrained(tmp_path / "narrow", max_shard_size="1GB")
-    asked: dict[str, Any] = {"experts": 4, "slices": 2, "factor": 2}
+    """The head that is written of the embedding's bytes once more among them: of a pipe they are held."""
+    models.build("llama_tied", torch.float64).save_pretrained(tmp_path / "narrow", max_shard_size="1GB")
+    asked: dict[str, Any] = {"experts": 4, "slices": 2, "factor": 2, "untie": True}
     job = deepen(tmp_path / "narrow", tmp_path / "wide", "2x", threads=1, **asked)
     assert job.plan.grown.startswith("layers 2 -> 4, 4 experts made of a dense llama, hidden x2")
     one, other = (models.outputs(tmp_path / name, torch.float64) for name in ("narrow", "wide"))
@@ -108,7 +109,7 @@ def test_experts_and_layers_in_one_run_through_pipes_and_any_threads(tmp_path: P
     written = (tmp_path / "wide/model.safetensors").read_bytes()
     deepen(tmp_path / "narrow", tmp_path / "threads", "2x", threads=4, **asked)
     assert (tmp_path / "threads/model.safetensors").read_bytes() == written
-    given = ["--depth", "2x", "--experts", "4", "--slices", "2", "--factor", "2"]
+    given = ["--depth", "2x", "--experts", "4", "--slices", "2", "--factor", "2", "--untie"]
     piped = CliRunner().invoke(
         cli,
         ["convert", "-", f"{tmp_path}/piped/", "--config", str(tmp_path / "narrow/config.json"), *given],

@@ -287,7 +287,7 @@ def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, Factor]) -> 
     asked = ",".join(f"{axis}={number}" for axis, number in wanted.items())
     return (
         f"--grow {asked}: does not go with {' and '.join(tied)}, which the config of '{architecture.architecture}' fixes; "
-        "every factor has to stay a whole number"
+        "no axis may shrink, and every size has to be a whole number"
     )
 
 
