@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import models
-import numpy as np
 import torch
+import transformers
 from click.testing import CliRunner
 from test_families import FAMILIES
 
@@ -231,10 +231,18 @@ class Sweep:
         key = (trial.variant, trial.dtype)
         path = self.folder / f"{trial.variant}-{NAMES[trial.dtype]}"
         if key not in self.said:
-            models.build(KNOWN[trial.variant], trial.dtype).save_pretrained(path)
-            # Stored in few bits, computed in many: what differs then is what the conversion rounded.
-            self.said[key] = models.outputs(path, torch.float64, inputs=KNOWN[trial.variant].inputs)
+            self.make(trial, path)
+            self.said[key] = self.outputs(path, trial, path)
         return path, self.said[key]
+
+    def make(self, trial: Trial, path: Path) -> None:
+        """Writes a trial's narrow model."""
+        models.build(KNOWN[trial.variant], trial.dtype).save_pretrained(path)
+
+    def outputs(self, folder: Path, trial: Trial, narrow: Path) -> models.Outputs:
+        """What a model computes of the narrow one's inputs. Stored in few bits, computed in many: what differs then is what
+        the conversion rounded."""
+        return models.outputs(folder, torch.float64, inputs=_inputs_of(narrow, trial))
 
     def outcome(self, trial: Trial) -> Outcome:
         path, before = self.narrow(trial)
@@ -249,15 +257,15 @@ class Sweep:
         options = Options(str(path), str(wide), threads=1, **asked)
         try:
             job = prepare(options)
-        except WidenError as error:
-            return Outcome(trial, refused=str(error))
+        except WidenError as refusal:
+            return Outcome(trial, refused=str(refusal))
         report = run(job, lambda nbytes: None)
-        after = models.outputs(wide, torch.float64, inputs=_inputs_of(path, trial))
-        error = _error(job, before, after)
+        self.job = job
+        found = error(job, before, self.outputs(wide, trial, path))
         differences = [str(one) for one in verify(Options(str(path), str(wide)), lambda nbytes: None).differences]
         if trial.route:
             differences += self._piped(options) if trial.route == "pipe" else self._resumed(options)
-        return Outcome(trial, error, _bound(trial, report), differences=tuple(differences))
+        return Outcome(trial, found, _bound(trial, report), differences=tuple(differences))
 
     def _piped(self, options: Options) -> list[str]:
         """What differs if the weights come through a pipe."""
@@ -326,12 +334,15 @@ def _bound(trial: Trial, report: Report) -> float:
 
 
 def _inputs_of(narrow: Path, trial: Trial) -> Callable[[Any], dict[str, torch.Tensor]]:
-    """The narrow model's inputs: a padded vocabulary draws others."""
-    config = models.load(narrow, torch.float32).config
-    return lambda _: (KNOWN[trial.variant].inputs or models.fixed_inputs)(config)
+    """The narrow model's inputs, also where the wide one's vocabulary is padded; some give hidden states as wide as the model."""
+    known = KNOWN.get(trial.variant)
+    if known and known.inputs:
+        return known.inputs
+    config = transformers.AutoConfig.from_pretrained(narrow)
+    return lambda _: models.fixed_inputs(config)
 
 
-def _error(job: Job, before: models.Outputs, after: models.Outputs) -> float:
+def error(job: Job, before: models.Outputs, after: models.Outputs) -> float:
     """The largest relative error of all outputs; of a padded vocabulary the logits of the old tokens, and no new one wins.
 
     Outputs that grew are folded by the plan's scale; by fractions they are left out.
@@ -355,14 +366,14 @@ def _error(job: Job, before: models.Outputs, after: models.Outputs) -> float:
     return models.relative_error(old, new, scales) if old else 0.0
 
 
-def main(seed: int, count: int, wild: bool = False) -> int:
+def main(asked: Sequence[Trial], kind: type[Sweep] = Sweep) -> int:
     """Runs trials and prints those that are wrong, and how often each reason refused one."""
     refused: Counter[str] = Counter()
     first: dict[str, str] = {}
     wrong, exact, worst = 0, 0, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        sweep = Sweep(Path(folder))
-        for number, trial in enumerate((wild_trials if wild else trials)(seed, count)):
+        sweep = kind(Path(folder))
+        for number, trial in enumerate(asked):
             try:
                 outcome = sweep.outcome(trial)
             except Exception as error:
@@ -388,4 +399,5 @@ def main(seed: int, count: int, wild: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:3]), wild=sys.argv[3:] == ["all"]))
+    drawn = wild_trials if sys.argv[3:] == ["all"] else trials
+    sys.exit(main(drawn(*map(int, sys.argv[1:3]))))
