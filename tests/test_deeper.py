@@ -119,6 +119,19 @@ def test_experts_and_layers_in_one_run_through_pipes_and_any_threads(tmp_path: P
     assert (tmp_path / "piped/model.safetensors").read_bytes() == written
 
 
+def test_what_follows_an_axis_that_follows_grows_too(tmp_path: Path) -> None:
+    """Heads take hidden along, and an ELECTRA without projection has the embedding's size equal to that: it was refused."""
+    (electra,) = (
+        family.variants["electra_unprojected"] for family in families_encoders.FAMILIES if family.name == "electra"
+    )
+    models.build(electra, torch.float64).save_pretrained(tmp_path / "narrow")
+    job = prepare(Options(str(tmp_path / "narrow"), str(tmp_path / "wide"), grow="heads=2x"))
+    job.checkpoint.close()
+    assert {axis: job.plan.factors[axis] for axis in ("heads", "hidden", "embedding", "intermediate")} == {
+        "heads": 2, "hidden": 2, "embedding": 2, "intermediate": 1
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "asked"),
     [("qwen3", {"experts": 4, "factor": 2}), ("llama", {"grow": "intermediate=2x@1-2,heads=2x,kv_heads=2x"})],
