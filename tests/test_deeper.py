@@ -110,8 +110,9 @@ def test_heads_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_experts_and_layers_in_one_run_through_pipes_and_any_threads(tmp_path: Path) -> None:
-    models.build("llama", torch.float64).save_pretrained(tmp_path / "narrow", max_shard_size="1GB")
-    asked: dict[str, Any] = {"experts": 4, "slices": 2, "factor": 2}
+    """The head that is written of the embedding's bytes once more among them: of a pipe they are held."""
+    models.build("llama_tied", torch.float64).save_pretrained(tmp_path / "narrow", max_shard_size="1GB")
+    asked: dict[str, Any] = {"experts": 4, "slices": 2, "factor": 2, "untie": True}
     job = deepen(tmp_path / "narrow", tmp_path / "wide", "2x", threads=1, **asked)
     assert job.plan.grown.startswith("layers 2 -> 4, 4 experts made of a dense llama, hidden x2")
     one, other = (models.outputs(tmp_path / name, torch.float64) for name in ("narrow", "wide"))
@@ -120,7 +121,7 @@ def test_experts_and_layers_in_one_run_through_pipes_and_any_threads(tmp_path: P
     written = (tmp_path / "wide/model.safetensors").read_bytes()
     deepen(tmp_path / "narrow", tmp_path / "threads", "2x", threads=4, **asked)
     assert (tmp_path / "threads/model.safetensors").read_bytes() == written
-    given = ["--depth", "2x", "--experts", "4", "--slices", "2", "--factor", "2"]
+    given = ["--depth", "2x", "--experts", "4", "--slices", "2", "--factor", "2", "--untie"]
     piped = CliRunner().invoke(
         cli,
         ["convert", "-", f"{tmp_path}/piped/", "--config", str(tmp_path / "narrow/config.json"), *given],
@@ -128,6 +129,21 @@ def test_experts_and_layers_in_one_run_through_pipes_and_any_threads(tmp_path: P
     )
     assert piped.exit_code == 0, piped.output
     assert (tmp_path / "piped/model.safetensors").read_bytes() == written
+
+
+def test_what_follows_an_axis_that_follows_grows_too(tmp_path: Path) -> None:
+    """Heads take hidden along, and an ELECTRA without projection has the embedding's size equal to that: it was refused."""
+    (electra,) = (
+        family.variants["electra_unprojected"]
+        for family in families_encoders.FAMILIES
+        if "electra_unprojected" in family.variants
+    )
+    models.build(electra, torch.float64).save_pretrained(tmp_path / "narrow")
+    job = prepare(Options(str(tmp_path / "narrow"), str(tmp_path / "wide"), grow="heads=2x"))
+    job.checkpoint.close()
+    assert {axis: job.plan.factors[axis] for axis in ("heads", "hidden", "embedding", "intermediate")} == {
+        "heads": 2, "hidden": 2, "embedding": 2, "intermediate": 1
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

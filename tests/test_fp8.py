@@ -13,12 +13,15 @@ import models
 import pytest
 import safetensors
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from widen_cli.cli import cli
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
 from widen_cli.jobs import Report
 from widen_cli.options import Options
+from widen_cli.verification import verify
 from widen_cli.writing import run
 
 BLOCK = 4
@@ -109,6 +112,25 @@ def test_the_bytes_are_those_of_the_narrow_weight(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor(f"{name}_scale_inv"), grid.repeat_interleave(2, 1) / 2)
     config = json.loads((wide / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+
+
+def test_a_pipe_gives_the_same_bytes_with_more_layers(tmp_path: Path) -> None:
+    """A file holds all its F32 first: the grids stand before the weights."""
+    narrow = quantised(tmp_path / "narrow")
+    given = ["--grow", "heads=+3,intermediate=2x", "--depth", "+1@0", "--fill", "zero"]
+    before = models.outputs(dequantised(narrow, tmp_path / "n"), torch.float64)
+    sources = {"folder": (str(narrow), b""), "pipe": ("-", (narrow / "model.safetensors").read_bytes())}
+    for name, (source, data) in sources.items():
+        config = ["--config", str(narrow / "config.json")] if data else []
+        done = CliRunner().invoke(cli, ["convert", source, f"{tmp_path / name}/", *config, *given], data)
+        assert done.exit_code == 0, done.output
+    assert (
+        models.relative_error(before, models.outputs(dequantised(tmp_path / "pipe", tmp_path / "w"), torch.float64))
+        <= 1e-12
+    )
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "pipe" / name).read_bytes() == (tmp_path / "folder" / name).read_bytes()
+    assert not verify(Options(str(narrow), str(tmp_path / "pipe")), lambda nbytes: None).differences
 
 
 def test_what_blocks_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ THRICE = "hidden=2,intermediate=3,heads=4,kv_heads=2"
 Tensors = dict[str, torch.Tensor]
 
 
-def packed(folder: Path) -> Path:
+def packed(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A gpt-oss with random codes and scales in the place of its experts, as the published files have them."""
-    models.build(VARIANT).save_pretrained(folder)
+    models.build(VARIANT, dtype).save_pretrained(folder)
     tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, read, written = tensors.pop(name).shape

@@ -240,8 +240,8 @@ def test_hidden_is_heads_times_head_size(
 )
 def test_what_a_config_ties_together_cannot_be_torn_apart(grow: str) -> None:
     assert faults(gpt2(), GPT2, grow) == [
-        f"--grow {grow}: does not go with head_dim = hidden / heads, which the config of 'gpt2' fixes; every factor has to "
-        "stay a whole number"
+        f"--grow {grow}: does not go with head_dim = hidden / heads, which the config of 'gpt2' fixes; no axis may shrink, "
+        "and every size has to be a whole number"
     ]
 
 

@@ -79,6 +79,7 @@ def test_of_one_head_both_readings_are_one() -> None:
             "hidden=4000:round:8",
             "4000 is less than the 4096 there are, and nothing shrinks here; `widen-ckpt collapse` takes a growth back",
         ),
+        ("kv_heads=1.5x", "1.5 times 3 is 4.5, no whole number; write kv_heads=+2, or kv_heads=1.5x:round:1 for the next one"),
         ("vocab=1.5x", "1.5 times 97 is 145.5, no whole number; write vocab=146, or vocab=1.5x:round:1 for the next one"),
         ("hidden=4/3x", "4/3 times 4096 is 16384/3, no whole number; write hidden=5462, or hidden=4/3x:round:1 for the next one"),
         ("hidden=65537x", "is 65537 times as many; 65536 is the largest factor"),

@@ -135,9 +135,13 @@ class _Writing:
         """The stored tensor; held in memory where a pipe, which passes once, is to be written under several names."""
         name = tensor.stored_name
         stored = self.stored[name]
+        again = stored.source.sequential and (len(tensor.names) > 1 or name in self.twinned)
         if isinstance(stored.source, ViewSource):
-            return replace(stored, source=stored.source.taken())
-        if stored.source.sequential and (len(tensor.names) > 1 or name in self.twinned):
+            stored = replace(stored, source=stored.source.taken())
+            if again:
+                self.stored[name] = stored
+            return stored
+        if again:
             held = HeldSource(stored.source.name, stored.source.read(stored.offset, stored.nbytes))
             stored = self.stored[name] = replace(stored, source=held, offset=0)
         return stored

@@ -64,8 +64,9 @@ def with_grid(plan: TensorPlan, grid: StoredHeader, block: tuple[int, int]) -> t
 
 def apart(plans: Sequence[TensorPlan], order: Sequence[str]) -> tuple[TensorPlan, ...]:
     """The plans with those of weights in MXFP4 blocks taken apart: one for the codes, which are moved, and one for the
-    scales, which take the factors. The tensors stand in the `order` of the input, those it lacks where they stood."""
-    if not any(isinstance(plan.source, PackedWeight) for plan in plans):
+    scales, which take the factors. Where a weight is in two tensors all stand in the `order` of the input, as a pipe gives
+    them; those it lacks come first."""
+    if not any(isinstance(plan.source, PackedWeight) or plan.pattern.endswith(GRID) for plan in plans):
         return tuple(plans)
     halves = [half for plan in plans for half in _halves(plan)]
     made = [plan for plan in halves if plan.made]

@@ -57,15 +57,16 @@ def axis_growth(
     wanted_too = wanted | {axis: number for axis, (number, _) in following.items()}
     standing = {axis for axes in positions.values() for axis in axes}
     order = dict.fromkeys((*_attention(architecture, asked, by_heads), *growth.heads, *growing))
-    # What the family's default set is moved last.
-    free = sorted((axis for axis in order if axis in growing and axis not in standing), key=lambda axis: axis in wanted)
+    free = [axis for axis in order if axis in growing and axis not in standing]
     torn: list[Equality] = []
     ways = _completions(architecture, wanted_too, asked, by_heads, hidden)
     # Fractions are for those who ask for one; what whole factors do stays what it is.
     tried = [(way, NO_SIZES) for way in ways]
     tried += [(way, sizes) for way in ways if not all(map(is_whole, asked.values()))]
     for completion, known in tried:
-        balanced = _balanced(architecture, completion, equal, free, known)
+        # What the family's default, or this way, has set is moved last.
+        own = sorted(free, key=completion.__contains__)
+        balanced = _balanced(architecture, completion, equal, own, known)
         if isinstance(balanced, Equality):
             torn.append(balanced)
         elif balanced is not None and all(balanced.factors[axis] == number for axis, number in asked.items()):
@@ -287,7 +288,7 @@ def _impossible(architecture: ArchitectureMap, wanted: Mapping[str, Factor]) -> 
     asked = ",".join(f"{axis}={number}" for axis, number in wanted.items())
     return (
         f"--grow {asked}: does not go with {' and '.join(tied)}, which the config of '{architecture.architecture}' fixes; "
-        "every factor has to stay a whole number"
+        "no axis may shrink, and every size has to be a whole number"
     )
 
 

@@ -47,9 +47,12 @@ class Wish:
         if self.multiple:
             size = Fraction(-(-size // self.multiple) * self.multiple)
         if size.denominator != 1:
+            above = -(-size // 1)
+            # A small number could be a factor too.
+            plain = above if above > LARGEST_FACTOR else f"+{above - present}"
             raise WidenError(
                 f"{here}: {_decimal(self.number)} times {present} is {_decimal(size)}, no whole number; write "
-                f"{self.axis}={-(-size // 1)}, or {self.axis}={self.text}:round:1 for the next one"
+                f"{self.axis}={plain}, or {self.axis}={self.text}:round:1 for the next one"
             )
         if size < present:
             raise WidenError(
