@@ -32,6 +32,7 @@ from widen_cli.map_file import (
     parse_map_data,
     read_map_data,
 )
+from widen_cli.map_modules import module_section
 from widen_cli.map_rules import (
     LAST,
     ArchitectureMap,
@@ -144,6 +145,7 @@ class _Compiler:
                 layered=layered_section(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
+                modules=module_section(document, tensors, self.fault),
                 norms=self.norms(document),
                 todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
                 merged=self.data.value,
