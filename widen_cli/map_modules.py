@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from widen_cli.errors import did_you_mean
 from widen_cli.map_file import Keys
@@ -44,3 +45,17 @@ def _parts(rules: tuple[TensorRule, ...], module: str) -> int:
         if dimension.role == "out"
     ]
     return min(written, default=0)
+
+
+def drop_orphans(inherited: dict[str, Any], own: dict[str, Any]) -> None:
+    """Takes modules out of an inherited map whose tensors the map laid over it takes out."""
+    modules, sections = inherited.get("modules"), [inherited.get("tensors"), own.get("tensors")]
+    if not isinstance(modules, dict):
+        return
+    tensors: dict[str, Any] = {}
+    for section in sections:
+        tensors |= section if isinstance(section, dict) else {}
+    known = {name.rstrip("?").rpartition(".")[0] for name, rule in tensors.items() if rule is not None}
+    for called, text in list(modules.items()):
+        if isinstance(text, str) and (hit := _PART.fullmatch(text)) and hit["name"] not in known:
+            del modules[called]

@@ -32,7 +32,7 @@ from widen_cli.map_file import (
     parse_map_data,
     read_map_data,
 )
-from widen_cli.map_modules import module_section
+from widen_cli.map_modules import drop_orphans, module_section
 from widen_cli.map_rules import (
     LAST,
     ArchitectureMap,
@@ -86,6 +86,7 @@ def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
         match.pop("by_names", None)  # it is the parent that is taken for a model without a config
     for own in ("upcycle", "layered"):  # and the parent that other models become
         inherited.value.pop(own, None)
+    drop_orphans(inherited.value, data.value)
     return merged(inherited, data)
 
 
