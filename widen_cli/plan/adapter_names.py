@@ -45,9 +45,9 @@ def _stored(architecture: ArchitectureMap, name: str) -> Iterator[tuple[str, int
 
 
 def _respelt(architecture: ArchitectureMap, name: str) -> Iterator[str]:
-    """A name with each of a map's prefixes in another of its spellings."""
-    for prefix, others in architecture.prefixes.items():
-        spellings = (prefix, *others)
+    """A name with each of a map's prefixes in another of its spellings, and with another beginning of what is only carried."""
+    begins = [(prefix, *others) for prefix, others in architecture.prefixes.items()]
+    for spellings in (*begins, tuple(begin for begin, _ in architecture.carried)):
         for here in spellings:
             if name.startswith(here):
                 yield from (there + name[len(here) :] for there in spellings if there != here)
