@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import models
 import peft
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-import widen_cli.checkpoint
+from widen_cli.cli import cli
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
-from widen_cli.map_rules import Module
 from widen_cli.maps import catalog_map
 from widen_cli.options import Options
 from widen_cli.plan import Plan
@@ -110,9 +109,73 @@ CASES: dict[str, tuple[str, tuple[str, ...], str, dict[str, Any]]] = {
 def test_names_in_memory_are_those_of_the_file(tmp_path: Path, case: str) -> None:
     name, words, growth, config = CASES[case]
     variant = VARIANTS[name]
-    base, adapter = models.save(variant, tmp_path / "base", torch.float64), tmp_path / "adapter"
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    models.build(variant, torch.float64).save_pretrained(base)
     assert adapted(base, adapter, words, **config)
     plan = widen(base, tmp_path / "wide", growth)
     widen(adapter, tmp_path / "wide_adapter", growth, base=str(base))
     found = error(variant, (base, adapter), (tmp_path / "wide", tmp_path / "wide_adapter"), plan)
     assert found <= EXACT
+
+
+def test_guard_goes_red_where_a_part_is_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes of q, k and v are one; under larger heads the key has zeros where the others have copies."""
+    modules = catalog_map("nomic_bert").modules
+    key, value = (f"nomic_bert.layers.*.self_attn.{letter}_proj" for letter in "kv")
+    assert (modules[key].part, modules[value].part) == (1, 2)
+    monkeypatch.setitem(modules, value, modules[key])
+    variant, growth = VARIANTS["nomic_bert_mlm"], "hidden=2,head_dim=2"
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    models.build(variant, torch.float64).save_pretrained(base)
+    adapted(base, adapter, ("v_proj",))
+    plan = widen(base, tmp_path / "wide", growth)
+    widen(adapter, tmp_path / "wide_adapter", growth, base=str(base))
+    assert error(variant, (base, adapter), (tmp_path / "wide", tmp_path / "wide_adapter"), plan) > 1e-3
+
+
+def test_a_wide_adapter_goes_back(tmp_path: Path) -> None:
+    """The parts of a packed weight fold as they grew."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    models.build(VARIANTS["nomic_bert_mlm"], torch.float64).save_pretrained(base)
+    adapted(base, adapter, ("layers",))
+    growth = "hidden=2,intermediate=3,head_dim=2"
+    widen(adapter, tmp_path / "wide", growth, base=str(base))
+    command = [str(tmp_path / "wide"), str(tmp_path / "back"), "--base", str(base), "--grow", models.by_factors(growth)]
+    result = CliRunner().invoke(cli, ["collapse", *command])
+    assert result.exit_code == 0, result.stderr
+    before, after = (load_file(tmp_path / one / "adapter_model.safetensors") for one in ("adapter", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(before[name], after[name], rtol=1e-12, atol=0) for name in before)
+
+
+def test_names_of_the_file_do_too(tmp_path: Path) -> None:
+    """Older libraries call modules in memory as the file does: LoRA over the whole of a packed weight keeps its parts apart."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    models.build(VARIANTS["nomic_bert_mlm"], torch.float64).save_pretrained(base)
+    adapted(base, adapter, ("q_proj",))
+    stored = load_file(adapter / "adapter_model.safetensors")
+    whole = {
+        name.replace("nomic_bert.layers", "nomic_bert.encoder.layers").replace("self_attn.q_proj", "attn.Wqkv"): (
+            value.repeat(3, 1) if "lora_B" in name else value
+        )
+        for name, value in stored.items()
+    }
+    save_file(whole, adapter / "adapter_model.safetensors", {"format": "pt"})
+    widen(adapter, tmp_path / "wide", "hidden=2,head_dim=2", base=str(base))
+    wide = load_file(tmp_path / "wide" / "adapter_model.safetensors")
+    query, key, value = next(tensor for name, tensor in wide.items() if "lora_B" in name).chunk(3)
+    assert query.shape == key.shape == value.shape == (72, 3)
+    assert not (query == 0).any()
+    assert (key == 0).all(dim=1).sum() == 36
+
+
+def test_a_module_that_no_map_calls_so_is_refused(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    models.build(VARIANTS["nomic_bert_mlm"], torch.float64).save_pretrained(base)
+    adapted(base, adapter, ("q_proj",))
+    stored = load_file(adapter / "adapter_model.safetensors")
+    odd = {name.replace("q_proj", "qkv_proj"): value for name, value in stored.items()}
+    save_file(odd, adapter / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(WidenError) as refused:
+        widen(adapter, tmp_path / "wide", "hidden=2", base=str(base))
+    assert "the base has no 'nomic_bert.layers.0.self_attn.qkv_proj.weight'" in str(refused.value)
