@@ -113,6 +113,7 @@ def faults(path: Path) -> list[str]:
         ("spaces:", "rope: {tensor: 3, methods: {spread: true}}\nspaces:", ["6:8: 'rope.tensor' has to be a text"]),
         ("spaces:", "multipliers: eps\nspaces:", ["6:1: 'multipliers' has to be a list"]),
         ("spaces:", "scalars: [embed]\nspaces:", ["6:1: 'scalars' has to be a mapping"]),
+        ("spaces:", "module: {}\nspaces:", ["6:1: unknown key 'module' (did you mean 'modules'?)"]),
         ("[hidden]}", "[hidden], head_dim: {a: b}}", ["5:27: 'growth.head_dim' has to be a text or a list"]),
     ],
 )  # fmt: skip
@@ -166,6 +167,14 @@ def test_form(write: Callable[..., Path], old: str, new: str, expected: list[str
         ("tensors:", "multipliers: [esp]\ntensors:", "9:15", "'esp' is no config key of this map (did you mean 'eps'?)"),
         ("tensors:", "multipliers: [eps, hidden]\ntensors:", "9:20", "'hidden' is no config key of this map"),
         ("tensors:", "scalars: {embed: hed}\ntensors:", "9:18", "'hed' is no tensor of this map (did you mean 'head'?)"),
+        *(
+            ("tensors:", f"modules: {{{module}}}\ntensors:\n  out.*.weight: (hidden | hidden) <- final", place, message)
+            for module, place, message in (
+                ("in.*: uot.*", "9:17", "no tensor of this map stands in 'uot.*' (did you mean 'out.*'?)"),
+                ("in.*: 'out.*[2]'", "9:18", "'out.*' is no packed weight with a part 2; it has 2, counted from 0"),
+                ("in: out.*", "9:15", "'out.*' and 'in' have to count the same layers"),
+            )
+        ),
         *(
             ("tensors:", f"rope: {{methods: {{{methods}}}}}\ntensors:", place, message)
             for methods, place, message in (

@@ -13,7 +13,8 @@ from widen_cli.errors import WidenError, printable
 from widen_cli.hf_directory import open_directory
 from widen_cli.map_choice import check_settings, choose_map
 from widen_cli.plan import Plan, PlanRequest
-from widen_cli.plan.adapters import PREFIX, Adapter, Base, is_lora, plan_adapter
+from widen_cli.plan.adapter_names import PREFIX
+from widen_cli.plan.adapters import Adapter, Base, is_lora, plan_adapter
 from widen_cli.plan.match import LORA
 from widen_cli.plan.narrow_adapters import narrow_adapter
 from widen_cli.safetensors_file import read_header

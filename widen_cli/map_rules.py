@@ -205,6 +205,14 @@ class Layered:
 
 
 @dataclass(frozen=True)
+class Module:
+    """What a checkpoint calls a module that has another name in memory; `part`: it is that part of a packed weight's output."""
+
+    name: str
+    part: int | None = None
+
+
+@dataclass(frozen=True)
 class ArchitectureMap:
     """A checked map. Shapes and formulas are parsed, every name in them is known.
 
@@ -216,7 +224,9 @@ class ArchitectureMap:
     `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
-    a weight makes, by the weight's name. `norms` says by an axis, or by "" for all others, which norm runs over it.
+    a weight makes, by the weight's name.
+    `modules` are names of modules in memory, as adapters have them, where the checkpoint's are others.
+    `norms` says by an axis, or by "" for all others, which norm runs over it.
     `sidecars` are the axes of widths that files beside the model state, by file and key, `numbered` the stack and the axis of
     heads that are named there by their numbers.
     `todo` is what is not decided yet, with its places: such a map widens nothing.
@@ -254,6 +264,7 @@ class ArchitectureMap:
     layered: Layered | None = None
     multipliers: tuple[str, ...] = ()
     scalars: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, Module] = field(default_factory=dict)
     norms: dict[str, str] = field(default_factory=dict)
     todo: tuple[tuple[str, Place], ...] = ()
     merged: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)

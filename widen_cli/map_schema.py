@@ -160,6 +160,7 @@ class MapDocument(_Section):
     layered: LayeredSection | None = None
     multipliers: list[str] = []
     scalars: dict[str, str] = {}
+    modules: dict[str, str] = {}
     todo: list[str] = []
 
 

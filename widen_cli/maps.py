@@ -32,6 +32,7 @@ from widen_cli.map_file import (
     parse_map_data,
     read_map_data,
 )
+from widen_cli.map_modules import drop_orphans, module_section
 from widen_cli.map_references import misnamed, misnamed_keys, outputs_named
 from widen_cli.map_rules import (
     LAST,
@@ -86,6 +87,7 @@ def _with_parents(path: Path, shown: str, seen: tuple[Path, ...]) -> MapData:
         match.pop("by_names", None)  # it is the parent that is taken for a model without a config
     for own in ("upcycle", "layered"):  # and the parent that other models become
         inherited.value.pop(own, None)
+    drop_orphans(inherited.value, data.value)
     return merged(inherited, data)
 
 
@@ -145,6 +147,7 @@ class _Compiler:
                 layered=layered_section(document),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
+                modules=module_section(document, tensors, self.fault),
                 norms=self.norms(document),
                 todo=tuple((text, self.data.place(("todo", n))) for n, text in enumerate(document.todo)),
                 merged=self.data.value,

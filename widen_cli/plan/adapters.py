@@ -9,16 +9,17 @@ whatever way W is stored; Embedding holds A [rank, vocab] and B [hidden, rank]).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from widen_cli.config import ModelConfig
-from widen_cli.dimensions import Copies, Growth, leaf_scales, scaled
+from widen_cli.dimensions import Copies, Growth, Laid, leaf_scales, scaled
 from widen_cli.dtypes import DType
 from widen_cli.errors import WidenError, did_you_mean, printable
 from widen_cli.map_rules import ArchitectureMap, TensorRule
 from widen_cli.plan.adapter_kinds import OTHER_KINDS, check_config
+from widen_cli.plan.adapter_names import bare, spellings
 from widen_cli.plan.match import GRID, StoredHeader, applying_rule, match_tensors
 from widen_cli.plan.planner import make_plan
 from widen_cli.plan.request import PlanRequest
@@ -26,13 +27,10 @@ from widen_cli.plan.result import Plan, TensorPlan
 from widen_cli.plan.untie import untied
 from widen_cli.scales import Scale
 
-PREFIX = "base_model.model."
 FAULTS_SHOWN = 8
 LORA_NAME = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<table>embedding_)?)(?P<side>[AB])(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?P<end>\.weight|\.bias)?"
 )
-# What stands in the names of modules that PEFT has wrapped. With all biases it saves those of modules that others replace.
-_WRAPPED = re.compile(r"\.base_layer(?=\.|$)|\.(modules_to_save(\.[^.]+)?|original_module)(?=\.(weight|bias)$)")
 
 _TASK_CLASSES = {
     "SEQ_CLS": "ForSequenceClassification",
@@ -175,29 +173,19 @@ class AdapterPlanner:
 
     # Names.
 
-    def bare(self, name: str) -> str:
-        """A tensor's name without what PEFT puts into it."""
-        return _WRAPPED.sub("", name.removeprefix(PREFIX))
-
-    def spellings(self, name: str) -> Iterator[str]:
-        """A name as the base may have it: as it is, or with another of the map's prefixes or older words."""
-        root = self.base.request.root
-        inner = name.removeprefix(root)
-        for spelt in (inner, *_respelt(self.base.architecture, inner)):
-            yield root + spelt
-            for other, word in self.base.architecture.synonyms.items():
-                if spelt.endswith("." + word):
-                    yield root + spelt.removesuffix(word) + other
+    def spellings(self, name: str) -> Iterable[tuple[str, int | None]]:
+        return spellings(self.base.architecture, self.base.request.root, name)
 
     def dropped(self, name: str) -> bool:
         """Whether it is one of the buffers that are computed anew when the model loads."""
-        return any(spelt in self.base_plan.dropped for spelt in self.spellings(self.bare(name)))
+        return any(spelt in self.base_plan.dropped for spelt, _ in self.spellings(bare(name)))
 
     def weight(self, name: str) -> _Weight:
         """The base's weight of this name; of a tied head that is not stored, its table's."""
-        for spelt in self.spellings(name):
+        for spelt, part in self.spellings(name):
             if spelt in self.plans and spelt in self.roles:
-                return _Weight(self.factored(spelt), self.roles[spelt])
+                whole = _Weight(self.factored(spelt), self.roles[spelt])
+                return whole if part is None else _part(whole, name, part)
             for tie in self.match.ties:
                 table = self.match.by_name(tie.to)
                 if spelt == self.match.written(tie.tensor) and table is not None:
@@ -233,10 +221,10 @@ class AdapterPlanner:
         self, tensor: StoredHeader, hit: re.Match[str], pairs: dict[tuple[str, str, str], dict[str, StoredHeader]]
     ) -> TensorPlan:
         """The plan of an A, a B, or the bias beside a B."""
-        weight = self.weight(self.bare(hit["module"]) + ".weight")
+        weight = self.weight(bare(hit["module"]) + ".weight")
         if len(weight.plan.names) != 1 or not weight.plan.growth:
             raise UnfitError("LoRA on a weight that is no matrix of the map; merge the adapter into its base first")
-        reads, writes = self.sides(weight)
+        reads, writes = self.sides(weight, hit["table"] is not None)
         if hit["end"] == ".bias":
             return self.bias(tensor, weight, writes)
         pair = pairs[_pair(hit)]
@@ -260,13 +248,16 @@ class AdapterPlanner:
             tensor, weight.plan, growth, weight.plan.scale if hit["side"] == "B" else Scale(), _pattern(tensor.name)
         )
 
-    def sides(self, weight: _Weight) -> tuple[tuple[Growth, ...], Growth]:
-        """The trees of the dimensions that a weight reads and of the one that it writes."""
+    def sides(self, weight: _Weight, table: bool = False) -> tuple[tuple[Growth, ...], Growth]:
+        """The trees of the dimensions that a weight reads and of the one that it writes; a `table` is read by its rows."""
         growth = weight.plan.growth or ()
-        named = list(zip(weight.roles, growth, strict=True))
+        roles = weight.roles
+        if {*roles} == {"carried"} and len(roles) > 1:
+            roles = _carried_roles(growth, table)
+        named = list(zip(roles, growth, strict=True))
         reads = tuple(tree for role, tree in named if role == "in")
         writes = [tree for role, tree in named if role == "out"]
-        plain = len(named) == 2 or weight.roles[0] == "out"
+        plain = len(named) == 2 or roles[0] == "out"
         if not reads or len(writes) != 1 or len(named) != len(reads) + 1 or not plain:
             raise UnfitError(
                 f"LoRA on '{printable(weight.plan.source.name)}' {list(weight.plan.source.shape)}, which is no matrix from what it reads "
@@ -286,7 +277,7 @@ class AdapterPlanner:
 
     def full(self, tensor: StoredHeader, added: Mapping[str, TensorPlan]) -> TensorPlan:
         """The plan of a whole tensor that stands in the place of the base's (modules_to_save, biases, saved embeddings)."""
-        name = self.bare(tensor.name)
+        name = bare(tensor.name)
         for mark, what in OTHER_KINDS.items():
             if mark in tensor.name:
                 raise UnfitError(what)
@@ -312,7 +303,7 @@ class AdapterPlanner:
         """
         foreign: dict[str, _Named] = {}
         for tensor in self.adapter.tensors:
-            name = self.bare(tensor.name)
+            name = bare(tensor.name)
             if is_lora(tensor.name) or tensor.dtype.kind != "float" or self.dropped(tensor.name):
                 continue
             try:
@@ -363,14 +354,23 @@ def _pair(hit: re.Match[str]) -> tuple[str, str, str]:
     return hit["module"], hit["adapter"] or "", hit["table"] or ""
 
 
+def _part(weight: _Weight, name: str, number: int) -> _Weight:
+    """One part of a weight that is packed of several along what it writes, under the name that it has by itself."""
+    plan, growth = weight.plan, []
+    for role, tree in zip(weight.roles, plan.growth or (), strict=True):
+        growth.append(tree.parts[number] if role == "out" and isinstance(tree, Laid) else tree)
+    source = _Named(name, plan.source.dtype, tuple(tree.old for tree in growth))
+    return replace(weight, plan=replace(plan, source=source, names=(name,), growth=tuple(growth)))
+
+
+def _carried_roles(growth: Sequence[Growth], table: bool) -> tuple[str, ...]:
+    """What a weight that is only carried along reads and writes: its copies have no factors, and most have no copies."""
+    if table and len(growth) == 2:
+        return "in", "out"
+    if all(tree.old == tree.new for tree in growth):
+        return "out", *["in"] * (len(growth) - 1)
+    return ("carried",) * len(growth)
+
+
 def _roles(rule: TensorRule) -> tuple[str, ...]:
     return tuple(dimension.role for dimension in rule.shape.dimensions)
-
-
-def _respelt(architecture: ArchitectureMap, name: str) -> Iterator[str]:
-    """A name with each of a map's prefixes in another of its spellings."""
-    for prefix, others in architecture.prefixes.items():
-        spellings = (prefix, *others)
-        for here in spellings:
-            if name.startswith(here):
-                yield from (there + name[len(here) :] for there in spellings if there != here)

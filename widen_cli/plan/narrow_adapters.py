@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from widen_cli.errors import printable
+from widen_cli.plan.adapter_names import bare
 from widen_cli.plan.adapters import LORA_NAME, Adapter, AdapterPlanner, Base, UnfitError
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import StoredHeader
@@ -28,7 +29,7 @@ def narrow_adapter(adapter: Adapter, base: Base) -> tuple[Header, ...]:
             shapes[tensor.name] = _shape(planner, tensor)
         except UnfitError:
             # A head that the base lacks: its rule in the map says what it reads.
-            name = planner.bare(tensor.name)
+            name = bare(tensor.name)
             foreign[tensor.name] = Header(name, tensor.dtype, tensor.shape)
     shapes |= _foreign(base, foreign, planner.base_plan.factors)
     return tuple(Header(tensor.name, tensor.dtype, shapes.get(tensor.name, tensor.shape)) for tensor in adapter.tensors)
@@ -37,9 +38,9 @@ def narrow_adapter(adapter: Adapter, base: Base) -> tuple[Header, ...]:
 def _shape(planner: AdapterPlanner, tensor: StoredHeader) -> tuple[int, ...]:
     hit = LORA_NAME.fullmatch(tensor.name)
     if hit is None:
-        plan = planner.weight(planner.bare(tensor.name)).plan
+        plan = planner.weight(bare(tensor.name)).plan
         return plan.source.shape if tensor.shape == plan.shape else tensor.shape
-    reads, writes = planner.sides(planner.weight(planner.bare(hit["module"]) + ".weight"))
+    reads, writes = planner.sides(planner.weight(bare(hit["module"]) + ".weight"), hit["table"] is not None)
     if hit["end"] == ".bias":
         return (writes.old,)
     if hit["side"] == "A":
