@@ -14,6 +14,7 @@ _SMALL = ("o_proj", "down_proj", "linear_2", "proj.weight")
 _GROWN = ("hidden=2,intermediate=3,heads=2,kv_heads=1", "hidden=3")
 _SQUARE = ("hidden=2,intermediate=3,heads=2,kv_heads=1", "hidden=3,heads=3,kv_heads=3")
 _MIXED = "hidden=2,intermediate=3,heads=4,kv_heads=2,head_dim=3"
+_SQUARE_HEADS = "hidden=6,intermediate=2,heads=2,kv_heads=2,head_dim=3"
 _TIED = {"tie_word_embeddings": True}
 _IMAGE = VOCAB - 1
 _TOWER = {
@@ -245,7 +246,7 @@ FAMILIES: tuple[Family, ...] = (
             )
         },
         _SQUARE,
-        impossible={"hidden=2,head_dim=2": "rotary"},
+        heads=larger_heads("qwen2_vl", mixed=_SQUARE_HEADS, tied=True),
     ),
     Family(
         "qwen2_5_vl",
@@ -262,7 +263,7 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _SQUARE,
-        impossible={"hidden=2,head_dim=2": "rotary"},
+        heads=larger_heads("qwen2_5_vl", mixed=_SQUARE_HEADS, tied=True),
     ),
     Family(
         "qwen3_vl",
@@ -270,7 +271,11 @@ FAMILIES: tuple[Family, ...] = (
             "qwen3_vl": _variant(
                 "Qwen3VLForConditionalGeneration",
                 {
-                    "text_config": {**_QWEN2, "head_dim": 6},
+                    "text_config": {
+                        **_QWEN2,
+                        "head_dim": 12,
+                        "rope_parameters": {**_SECTIONS, "mrope_section": [3, 1, 2]},
+                    },
                     "vision_config": _QWEN3_VL,
                     "image_token_id": _IMAGE,
                 },
@@ -278,5 +283,6 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _GROWN,
+        heads=larger_heads("qwen3_vl", mixed=_MIXED),
     ),
 )

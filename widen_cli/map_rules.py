@@ -106,7 +106,8 @@ class Rope:
     `keys` hold the bases of the angles, `lists` one number for each pair that divides its frequency, as `tensor` does;
     `sections` are the objects of the config that take such lists where it has none, in the order in which the model looks;
     `methods` are the ways to grow that keep the function, each with the condition under which it does; `reasons` say under
-    which condition none of them does, and why.
+    which condition none of them does, and why. `shares` are config lists of how many pairs turn by each kind of position,
+    with which of the numbers (`first`, `last`) new pairs are counted to where the old ones stay in front.
     """
 
     keys: tuple[str, ...]
@@ -115,6 +116,7 @@ class Rope:
     sections: tuple[str, ...]
     methods: dict[str, Formula]
     reasons: tuple[tuple[Formula, str], ...]
+    shares: dict[str, str]
 
 
 @dataclass(frozen=True)

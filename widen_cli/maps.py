@@ -267,7 +267,13 @@ class _Compiler:
             self.key_fault(("rope", "sections"), "'sections' need 'lists', which are written there")
         refused = reasons(section.reasons, ("rope", "reasons"), document, self.condition)
         return Rope(
-            tuple(section.keys), tuple(section.lists), section.tensor, tuple(section.sections), methods, refused
+            tuple(section.keys),
+            tuple(section.lists),
+            section.tensor,
+            tuple(section.sections),
+            methods,
+            refused,
+            dict(section.shares),
         )
 
     def norms(self, document: MapDocument) -> dict[str, str]:
@@ -381,6 +387,7 @@ class _Compiler:
             keys_known = [*document.config, *document.places]
             for section, keys in (("keys", document.rope.keys), ("lists", document.rope.lists)):
                 uses += [(("rope", section, number), key, keys_known) for number, key in enumerate(keys)]
+            uses += [(("rope", "shares", key), key, keys_known) for key in document.rope.shares]
         if isinstance(document.norms, dict):
             uses += [(("norms", axis), axis, document.axes) for axis in document.norms]
         listed = isinstance(document.output, list)
@@ -407,6 +414,7 @@ _WHAT = {
     "rope.tensor": "tensor",
     "rope.keys": "config key",
     "rope.lists": "config key",
+    "rope.shares": "config key",
     "multipliers": "config key",
     "untie": "config key",
     "synonyms": "end of a tensor's name",
@@ -423,7 +431,7 @@ def _outputs(document: MapDocument) -> tuple[str, ...]:
 def _read_keys(document: MapDocument) -> set[str]:
     """The config keys that a map reads by way of their places."""
     rope = document.rope
-    return {*document.config, *(rope.keys if rope else ()), *(rope.lists if rope else ())}
+    return {*document.config, *((*rope.keys, *rope.lists, *rope.shares) if rope else ())}
 
 
 def _ends(names: Iterable[str]) -> set[str]:

@@ -25,6 +25,7 @@ from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors
 from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.planner import Growing, PlanRequest, growing
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
+from widen_cli.plan.shares import old_shares
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import paths
 from widen_cli.plan.wishes import said_as_factors
@@ -159,6 +160,9 @@ def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) 
         for place, longer in held(architecture, config, key).items():
             if isinstance(longer, list):
                 values[place] = longer[: len(longer) // factor] if method == "theta" else longer[::factor]
+    for key, taker in architecture.rope.shares.items():
+        found = held(architecture, config, key)
+        values |= {place: old_shares(counts, taker, grown.rotary) for place, counts in found.items()}
     return values
 
 

@@ -38,6 +38,7 @@ from widen_cli.plan.rotary import (
     slower_copies,
     why_none,
 )
+from widen_cli.plan.shares import share_changes
 from widen_cli.plan.sizes import Sizes, told_by_no_tensor
 from widen_cli.plan.spaces import SpaceScales, config_condition
 from widen_cli.plan.splits import Asked, Ties, UnfitSplitError, with_split
@@ -207,6 +208,7 @@ class _Planner:
         mode, why, scales = self.choose_mode()
         arranged = self.arranged(tensors, mode, scales)
         config = self.changes.all(scales) + rotary_changes(self.architecture, self.config, self.rotary, self.pairs())
+        config += share_changes(self.architecture, self.config, self.rotary, self.pairs())
         self.warn()
         if not self.config.present and config:
             listed = ", ".join(f"{change.key} = {change.new}" for change in config)
