@@ -137,9 +137,19 @@ FAMILIES: tuple[Family, ...] = (
                 },
                 _FOUR,
             ),
+            "paligemma2": _variant(
+                "PaliGemmaForConditionalGeneration",
+                {
+                    "text_config": {**_GEMMA3, "model_type": "gemma2", "attn_logit_softcapping": 4.0},
+                    "vision_config": _SIGLIP,
+                    "image_token_index": _IMAGE,
+                    "projection_dim": 36,
+                },
+                _FOUR,
+            ),
         },
         _GROWN,
-        heads=larger_heads("paligemma", mixed=_MIXED),
+        heads=larger_heads("paligemma", "paligemma2", mixed=_MIXED),
     ),
     Family(
         "llava_next",
@@ -189,6 +199,20 @@ FAMILIES: tuple[Family, ...] = (
                 "InternVLForConditionalGeneration",
                 {
                     "text_config": {**_LLAMA, "model_type": "qwen2"},
+                    "vision_config": {
+                        **_TOWER,
+                        "image_size": [12, 12],
+                        "patch_size": [6, 6],
+                        "model_type": "internvl_vision",
+                    },
+                    "image_token_id": _IMAGE,
+                },
+                _seen(1, (BATCH, 3, 12, 12)),
+            ),
+            "internvl3_5": _variant(
+                "InternVLForConditionalGeneration",
+                {
+                    "text_config": {**_LLAMA, "model_type": "qwen3", "head_dim": 10},
                     "vision_config": {
                         **_TOWER,
                         "image_size": [12, 12],
