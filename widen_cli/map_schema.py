@@ -153,7 +153,7 @@ class MapDocument(_Section):
     untie: list[str] = []
     drop: list[str] = []
     output: str | list[str] = []
-    outputs: dict[str, str] = {}
+    outputs: dict[str, str | list[str]] = {}
     sidecars: dict[str, dict[str, str | NumberedSection]] = {}
     rope: RopeSection | None = None
     depth: DepthSection = DepthSection()

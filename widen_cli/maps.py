@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +34,7 @@ from widen_cli.map_file import (
 )
 from widen_cli.map_rules import (
     LAST,
+    OF_LAYERS,
     ArchitectureMap,
     Axis,
     Growth,
@@ -136,7 +137,7 @@ class _Compiler:
                 numbered=numbered,
                 section=document.section,
                 carried=tuple((text, self.data.place(("carried", n))) for n, text in enumerate(document.carried)),
-                outputs=document.outputs,
+                outputs=_other_outputs(document),
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
                 depth=depth_section(document, self.fault, self.condition),
@@ -396,7 +397,9 @@ class _Compiler:
             for n, space in enumerate(_outputs(document))
         ]
         uses += [
-            (("outputs", name), space, {*document.axes, *document.spaces}) for name, space in document.outputs.items()
+            (("outputs", name), space, {*document.axes, *document.spaces})
+            for name, spaces in document.outputs.items()
+            for space in _listed(spaces)
         ]
         uses += [(("synonyms", other), word, _ends(patterns)) for other, word in document.synonyms.items()]
         for key in document.places:
@@ -423,9 +426,20 @@ _WHAT = {
 }
 
 
+def _other_outputs(document: MapDocument) -> dict[str, tuple[str, ...]]:
+    """The spaces of what else a model of transformers puts out: what its layers give, which is the stream, and what the map names."""
+    layers = document.growth.width[:1] if document.match.model_type else []
+    named = {name: _listed(spaces) for name, spaces in document.outputs.items()}
+    return {**{OF_LAYERS: (axis,) for axis in layers}, **named}
+
+
+def _listed(spaces: str | Sequence[str]) -> tuple[str, ...]:
+    return (spaces,) if isinstance(spaces, str) else tuple(spaces)
+
+
 def _outputs(document: MapDocument) -> tuple[str, ...]:
     """The spaces that a bare model's hidden states may be, the first that it has."""
-    return (document.output,) if isinstance(document.output, str) else tuple(document.output)
+    return _listed(document.output)
 
 
 def _read_keys(document: MapDocument) -> set[str]:
