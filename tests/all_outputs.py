@@ -94,10 +94,10 @@ def _scales(plan: Plan, name: str, narrow: models.Outputs) -> list[float]:
     """What the plan says an output is multiplied by; the last of the layers' hidden states may be the model's."""
     said = plan.output_scales
     bare = re.sub(r"(\.\d+)+$", "", name)
-    if "." in bare or bare in said and bare != "hidden_states":
+    if "." in bare or (bare in said and bare != "hidden_states"):
         return [said[each] for each in (bare, f"{bare.rpartition('.')[0]}.last_hidden_state") if each in said]
     kind = re.sub("^(encoder|decoder)_", "", bare)
-    last = name != bare and f"{bare}.{int(name.rpartition('.')[2]) + 1}" not in narrow
+    last = kind == "hidden_states" and name != bare and f"{bare}.{int(name.rpartition('.')[2]) + 1}" not in narrow
     known = [kind, *(["last_hidden_state", "decoder_last_hidden_state"] if last else [])]
     return [said[each] for each in known if each in said]
 

@@ -430,7 +430,7 @@ def _other_outputs(document: MapDocument) -> dict[str, tuple[str, ...]]:
     """The spaces of what else a model of transformers puts out: what its layers give, which is the stream, and what the map names."""
     layers = document.growth.width[:1] if document.match.model_type else []
     named = {name: _listed(spaces) for name, spaces in document.outputs.items()}
-    return {**{OF_LAYERS: (axis,) for axis in layers}, **named}
+    return {**({OF_LAYERS: (layers[0],)} if layers else {}), **named}
 
 
 def _listed(spaces: str | Sequence[str]) -> tuple[str, ...]:
