@@ -14,6 +14,7 @@ _SMALL = ("o_proj", "down_proj", "linear_2", "proj.weight")
 _GROWN = ("hidden=2,intermediate=3,heads=2,kv_heads=1", "hidden=3")
 _SQUARE = ("hidden=2,intermediate=3,heads=2,kv_heads=1", "hidden=3,heads=3,kv_heads=3")
 _MIXED = "hidden=2,intermediate=3,heads=4,kv_heads=2,head_dim=3"
+_SQUARE_HEADS = "hidden=6,intermediate=2,heads=2,kv_heads=2,head_dim=3"
 _TIED = {"tie_word_embeddings": True}
 _IMAGE = VOCAB - 1
 _TOWER = {
@@ -136,9 +137,19 @@ FAMILIES: tuple[Family, ...] = (
                 },
                 _FOUR,
             ),
+            "paligemma2": _variant(
+                "PaliGemmaForConditionalGeneration",
+                {
+                    "text_config": {**_GEMMA3, "model_type": "gemma2", "attn_logit_softcapping": 4.0},
+                    "vision_config": _SIGLIP,
+                    "image_token_index": _IMAGE,
+                    "projection_dim": 36,
+                },
+                _FOUR,
+            ),
         },
         _GROWN,
-        heads=larger_heads("paligemma", mixed=_MIXED),
+        heads=larger_heads("paligemma", "paligemma2", mixed=_MIXED),
     ),
     Family(
         "llava_next",
@@ -198,6 +209,20 @@ FAMILIES: tuple[Family, ...] = (
                 },
                 _seen(1, (BATCH, 3, 12, 12)),
             ),
+            "internvl3_5": _variant(
+                "InternVLForConditionalGeneration",
+                {
+                    "text_config": {**_LLAMA, "model_type": "qwen3", "head_dim": 10},
+                    "vision_config": {
+                        **_TOWER,
+                        "image_size": [12, 12],
+                        "patch_size": [6, 6],
+                        "model_type": "internvl_vision",
+                    },
+                    "image_token_id": _IMAGE,
+                },
+                _seen(1, (BATCH, 3, 12, 12)),
+            ),
             "qwen2_audio": _variant(
                 "Qwen2AudioForConditionalGeneration",
                 {"text_config": {**_LLAMA, "model_type": "qwen2"}, "audio_config": _EAR, "audio_token_index": _IMAGE},
@@ -245,7 +270,7 @@ FAMILIES: tuple[Family, ...] = (
             )
         },
         _SQUARE,
-        impossible={"hidden=2,head_dim=2": "rotary"},
+        heads=larger_heads("qwen2_vl", mixed=_SQUARE_HEADS, tied=True),
     ),
     Family(
         "qwen2_5_vl",
@@ -262,7 +287,7 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _SQUARE,
-        impossible={"hidden=2,head_dim=2": "rotary"},
+        heads=larger_heads("qwen2_5_vl", mixed=_SQUARE_HEADS, tied=True),
     ),
     Family(
         "qwen3_vl",
@@ -270,7 +295,11 @@ FAMILIES: tuple[Family, ...] = (
             "qwen3_vl": _variant(
                 "Qwen3VLForConditionalGeneration",
                 {
-                    "text_config": {**_QWEN2, "head_dim": 6},
+                    "text_config": {
+                        **_QWEN2,
+                        "head_dim": 12,
+                        "rope_parameters": {**_SECTIONS, "mrope_section": [3, 1, 2]},
+                    },
                     "vision_config": _QWEN3_VL,
                     "image_token_id": _IMAGE,
                 },
@@ -278,5 +307,6 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
         _GROWN,
+        heads=larger_heads("qwen3_vl", mixed=_MIXED),
     ),
 )

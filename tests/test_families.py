@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import families_encoders
+import families_hybrids
 import families_llama
 import families_multimodal
 import families_newer
@@ -38,6 +39,7 @@ FAMILIES: tuple[Family, ...] = (
     *families_wrappers.FAMILIES,
     *families_newer.FAMILIES,
     *families_multimodal.FAMILIES,
+    *families_hybrids.FAMILIES,
 )
 EXACT = 1e-11  # relative to the largest output
 

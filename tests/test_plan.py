@@ -809,13 +809,16 @@ def test_bit_exactness_of_the_whole(dtype: str, scaling: str, word: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("scaling", "scale"), [("orthogonal", "1/sqrt(2)"), ("copy", "1"), ("sum", "1/2"), ("quiet", "1/2")]
+    ("scaling", "scale", "stream"),
+    [("orthogonal", "1/sqrt(2)", ""), ("copy", "1", ""), ("sum", "1/2", ", times 2"), ("quiet", "1/2", "")],
 )
-def test_the_scale_of_hidden_states_that_are_the_output_is_told(scaling: str, scale: str) -> None:
-    """Those of LLaMA come out of the last norm, those of BERT are the stream."""
-    text = "hidden states, where they are the output, stand 2x side by side (x0 x0 x1 x1)"
-    text += "" if scale == "1" else f", times {scale}"
-    assert planned(llama(), LLAMA, factor=2, scaling=scaling).notes == (text,)
+def test_the_scale_of_hidden_states_that_are_the_output_is_told(scaling: str, scale: str, stream: str) -> None:
+    """Those of LLaMA come out of the last norm, those of BERT are the stream; so are those of its layers."""
+    stand = "stand 2x side by side (x0 x0 x1 x1)"
+    text = f"hidden states, where they are the output, {stand}" + ("" if scale == "1" else f", times {scale}")
+    layers = f"hidden states of layers, where they are an output (hidden_states), but for the last, {stand}{stream}"
+    told = (text,) if scaling in ("orthogonal", "copy") else (text, layers)
+    assert planned(llama(), LLAMA, factor=2, scaling=scaling).notes == told
     assert planned(llama(), LLAMA, "intermediate=3", scaling=scaling).notes == ()
 
 

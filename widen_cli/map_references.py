@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from widen_cli.errors import did_you_mean
 from widen_cli.map_file import Keys
+from widen_cli.map_rules import OF_LAYERS
 from widen_cli.map_schema import MapDocument
 
 Fault = tuple[Keys, str]
@@ -37,7 +38,18 @@ def misnamed_keys(document: MapDocument) -> Iterator[Fault]:
 
 def outputs_named(document: MapDocument) -> tuple[str, ...]:
     """The spaces that a bare model's hidden states may be, the first that it has."""
-    return (document.output,) if isinstance(document.output, str) else tuple(document.output)
+    return _listed(document.output)
+
+
+def other_outputs(document: MapDocument) -> dict[str, tuple[str, ...]]:
+    """The spaces of what else a model of transformers puts out: what its layers give, which is the stream, and what the map names."""
+    layers = document.growth.width[:1] if document.match.model_type else []
+    named = {name: _listed(spaces) for name, spaces in document.outputs.items()}
+    return {**({OF_LAYERS: (layers[0],)} if layers else {}), **named}
+
+
+def _listed(spaces: str | Sequence[str]) -> tuple[str, ...]:
+    return (spaces,) if isinstance(spaces, str) else tuple(spaces)
 
 
 def _uses(document: MapDocument) -> Iterator[Use]:
@@ -58,7 +70,8 @@ def _uses(document: MapDocument) -> Iterator[Use]:
     listed = isinstance(document.output, list)
     for n, space in enumerate(outputs_named(document)):
         yield ("output", n) if listed else ("output",), space, spaces
-    yield from ((("outputs", name), space, spaces) for name, space in document.outputs.items())
+    for name, others in document.outputs.items():
+        yield from ((("outputs", name), space, spaces) for space in _listed(others))
     yield from ((("synonyms", other), word, _ends(patterns)) for other, word in document.synonyms.items())
 
 
@@ -71,6 +84,7 @@ def _rope_uses(document: MapDocument, patterns: set[str]) -> Iterator[Use]:
     known = [*document.config, *document.places]
     for word, keys in (("keys", rope.keys), ("lists", rope.lists)):
         yield from ((("rope", word, n), key, known) for n, key in enumerate(keys))
+    yield from ((("rope", "shares", key), key, known) for key in rope.shares)
 
 
 def _patterns(document: MapDocument) -> set[str]:
@@ -83,6 +97,7 @@ _WHAT = {
     "rope.tensor": "tensor",
     "rope.keys": "config key",
     "rope.lists": "config key",
+    "rope.shares": "config key",
     "multipliers": "config key",
     "untie": "config key",
     "synonyms": "end of a tensor's name",
@@ -94,7 +109,7 @@ _WHAT = {
 def _read_keys(document: MapDocument) -> set[str]:
     """The config keys that a map reads by way of their places."""
     rope = document.rope
-    return {*document.config, *(rope.keys if rope else ()), *(rope.lists if rope else ())}
+    return {*document.config, *((*rope.keys, *rope.lists, *rope.shares) if rope else ())}
 
 
 def _ends(names: Iterable[str]) -> set[str]:

@@ -12,6 +12,7 @@ from widen_cli.formulas import Formula
 from widen_cli.map_file import Place
 from widen_cli.shapes import Shape
 
+OF_LAYERS = "hidden_states"  # what transformers calls what each layer gives
 BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a weight that is stored in blocks, as gpt-oss's are
 
 
@@ -106,7 +107,8 @@ class Rope:
     `keys` hold the bases of the angles, `lists` one number for each pair that divides its frequency, as `tensor` does;
     `sections` are the objects of the config that take such lists where it has none, in the order in which the model looks;
     `methods` are the ways to grow that keep the function, each with the condition under which it does; `reasons` say under
-    which condition none of them does, and why.
+    which condition none of them does, and why. `shares` are config lists of how many pairs turn by each kind of position,
+    with which of the numbers (`first`, `last`) new pairs are counted to where the old ones stay in front.
     """
 
     keys: tuple[str, ...]
@@ -115,6 +117,7 @@ class Rope:
     sections: tuple[str, ...]
     methods: dict[str, Formula]
     reasons: tuple[tuple[Formula, str], ...]
+    shares: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,7 @@ class ArchitectureMap:
     `section` is where in the config the part stands that the map speaks of, such as `text_config`; `carried` are beginnings
     of names whose tensors stay as they are, with their places in the map.
     `output` names the space of a bare model's hidden states, or several of which the first counts that the model has,
-    `outputs` those of what else it puts out, by transformers' names.
+    `outputs` those of what else it puts out, by transformers' names, and of what each layer gives (`OF_LAYERS`).
     `untie` are the config keys that an untied model says false to.
     `places` are other places where a config key's value may stand, which the model looks at first.
     `multipliers` are config keys that the model multiplies by, `scalars` tensors of one number by which it multiplies what
@@ -256,7 +259,7 @@ class ArchitectureMap:
     numbered: dict[str, dict[str, tuple[str, str]]]
     section: str = ""
     carried: tuple[tuple[str, Place], ...] = ()
-    outputs: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rope: Rope | None = None
     depth: Depth = field(default_factory=Depth)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -74,6 +74,7 @@ class RopeSection(_Section):
     lists: list[str] = []
     tensor: str | None = None
     sections: list[str] = []
+    shares: dict[str, Literal["first", "last"]] = {}
     methods: dict[str, str | bool]
     reasons: list[ReasonSection] = []
 
@@ -152,7 +153,7 @@ class MapDocument(_Section):
     untie: list[str] = []
     drop: list[str] = []
     output: str | list[str] = []
-    outputs: dict[str, str] = {}
+    outputs: dict[str, str | list[str]] = {}
     sidecars: dict[str, dict[str, str | NumberedSection]] = {}
     rope: RopeSection | None = None
     depth: DepthSection = DepthSection()

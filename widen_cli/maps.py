@@ -33,7 +33,7 @@ from widen_cli.map_file import (
     read_map_data,
 )
 from widen_cli.map_modules import drop_orphans, module_section
-from widen_cli.map_references import misnamed, misnamed_keys, outputs_named
+from widen_cli.map_references import misnamed, misnamed_keys, other_outputs, outputs_named
 from widen_cli.map_rules import (
     LAST,
     ArchitectureMap,
@@ -139,7 +139,7 @@ class _Compiler:
                 numbered=numbered,
                 section=document.section,
                 carried=tuple((text, self.data.place(("carried", n))) for n, text in enumerate(document.carried)),
-                outputs=document.outputs,
+                outputs=other_outputs(document),
                 places={key: tuple(others) for key, others in document.places.items()},
                 rope=self.rope(document),
                 depth=depth_section(document, self.fault, self.condition),
@@ -271,7 +271,13 @@ class _Compiler:
             self.key_fault(("rope", "sections"), "'sections' need 'lists', which are written there")
         refused = reasons(section.reasons, ("rope", "reasons"), document, self.condition)
         return Rope(
-            tuple(section.keys), tuple(section.lists), section.tensor, tuple(section.sections), methods, refused
+            tuple(section.keys),
+            tuple(section.lists),
+            section.tensor,
+            tuple(section.sections),
+            methods,
+            refused,
+            dict(section.shares),
         )
 
     def norms(self, document: MapDocument) -> dict[str, str]:

@@ -49,7 +49,11 @@ def telling(means: Meaning, size: int, old: Any, ratios: Mapping[str, Fraction])
     for value in _candidates(old, ratios):
         if _means(means, value) == size:
             return value
-    return _searched(means, size) if (_means(means, FAR * old) or 0) > (_means(means, old) or 0) else None
+    if (_means(means, FAR * old) or 0) <= (_means(means, old) or 0):
+        return None
+    found = _searched(means, size)
+    # A key that holds a whole number is one of whole numbers, where there is one.
+    return int(found) if found is not None and isinstance(old, int) and found.is_integer() else found
 
 
 def _candidates(old: Any, ratios: Mapping[str, Fraction]) -> Iterator[Any]:

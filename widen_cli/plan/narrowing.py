@@ -29,6 +29,7 @@ from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.partial import Partials, partial_axes
 from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
+from widen_cli.plan.shares import old_shares
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import paths
 from widen_cli.plan.wishes import said_as_factors
@@ -186,6 +187,9 @@ def _rotary(architecture: ArchitectureMap, config: ModelConfig, grown: Growing) 
             if isinstance(longer, list):
                 theta = method == "theta"
                 values[place] = longer[: int(len(longer) / Fraction(factor))] if theta else longer[:: int(factor)]
+    for key, taker in architecture.rope.shares.items():
+        found = held(architecture, config, key)
+        values |= {place: old_shares(counts, taker, grown.rotary) for place, counts in found.items()}
     return values
 
 

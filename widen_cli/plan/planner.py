@@ -8,7 +8,7 @@ from typing import Any
 
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
-from widen_cli.map_rules import ArchitectureMap
+from widen_cli.map_rules import OF_LAYERS, ArchitectureMap
 from widen_cli.plan.changes import ConfigChanges, wide_sizes
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.choice import Choice
@@ -34,6 +34,7 @@ from widen_cli.plan.rotary import (
     rotary_changes,
     slower_copies,
 )
+from widen_cli.plan.shares import share_changes
 from widen_cli.plan.sizes import Sizes, told_by_no_tensor
 from widen_cli.plan.spaces import SpaceScales
 from widen_cli.plan.splits import Ties, UnfitSplitError, with_split
@@ -114,6 +115,7 @@ class _Planner:
         mode, why, scales = self.choice().of(self.request.scaling)
         arranged = self.arranged(tensors, mode, scales)
         config = self.changes.all(scales) + rotary_changes(self.architecture, self.config, self.rotary, self.pairs())
+        config += share_changes(self.architecture, self.config, self.rotary, self.pairs())
         self.warn()
         if not self.config.present and config:
             listed = ", ".join(f"{change.key} = {change.new}" for change in config)
@@ -151,7 +153,7 @@ class _Planner:
             ),
             equal_pairs=self.spaces.stored_ties(),
             output=self.output(scales),
-            outputs=self.architecture.outputs,
+            outputs=self.outputs(scales),
             layout=arranged.layout,
             scalars=scaled_scalars(self.architecture, arranged.tensors),
             layers=tuple(map(str, self.request.layers)),
@@ -289,15 +291,27 @@ class _Planner:
     def wide_outputs(self, scales: dict[str, Any], layout: str) -> Iterator[str]:
         """How a bare model's hidden states come out, and what else it puts out that grows; heads undo it."""
         hidden = self.output(scales)
-        if hidden is not None and (how := self.wide_output(hidden, scales, layout)):
-            yield f"hidden states, where they are the output, {how}"
-        for name, space in self.architecture.outputs.items():
-            if how := self.wide_output(space, scales, layout):
+        last = "" if hidden is None else self.wide_output(hidden, scales, layout)
+        if last:
+            yield f"hidden states, where they are the output, {last}"
+        for name, space in self.outputs(scales).items():
+            how = self.wide_output(space, scales, layout)
+            if name == OF_LAYERS:
+                if how and how != last:
+                    yield f"hidden states of layers, where they are an output ({name}), but for the last, {how}"
+            elif how:
                 yield f"{name}, where it is an output: its values {how}"
 
     def output(self, scales: dict[str, Any]) -> str | None:
         """The space of a bare model's hidden states."""
         return next((space for space in self.architecture.output if space in scales), None)
+
+    def outputs(self, scales: dict[str, Any]) -> dict[str, str]:
+        """The spaces of what else the model puts out."""
+        named = self.architecture.outputs.items()
+        return {
+            name: found for name, spaces in named if (found := next((one for one in spaces if one in scales), None))
+        }
 
     def wide_output(self, space: str, scales: dict[str, Any], layout: str) -> str:
         if space not in scales:
