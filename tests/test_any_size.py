@@ -306,6 +306,7 @@ def test_a_padded_vocabulary(variant: str, narrow: Narrow, tmp_path: Path) -> No
         ("gpt2", "hidden=4/3", "orthogonal"),
         ("falcon-40b", "hidden=4/3,heads=4/3,kv_heads=4/3", "copy"),  # keys, values and groups of queries in one tensor
         ("phi3", "hidden=4/3,heads=4/3,kv_heads=4/3,intermediate=71/50", "quiet"),
+        ("qwen2moe", "hidden=4/3", "copy"),  # a vector that meets what a norm makes: no key, whose copies would be zero
     ],
 )
 def test_llama_cpp_says_the_same(name: str, grow: str, mode: str, tmp_path: Path) -> None:

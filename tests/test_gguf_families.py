@@ -162,6 +162,12 @@ REFUSED = {
         "does not go with head_dim = hidden / heads and passed =",
     ),
     "keys larger than values": ("qwen3", "head_dim=2,value_dim=1", "head_dim == value_dim"),
+    "Gemma's keys larger than values": ("gemma", "head_dim=2,value_dim=1", "head_dim == value_dim"),
+    "Gemma 2's keys larger than values": ("gemma2", "head_dim=2,value_dim=1", "head_dim == value_dim"),
+    "Gemma 3's keys larger than values": ("gemma3", "head_dim=2,value_dim=1", "head_dim == value_dim"),
+    "more of a head rotated than it has": ("falcon", "rotated=2", "head_dim == rotated"),
+    "rotated beyond StarCoder's heads": ("starcoder2", "rotated=2", "head_dim == rotated"),
+    "rotated beyond an encoder's heads": ("nomic-bert", "rotated=2", "head_dim == rotated"),
     "a rotated part of a latent's head": ("deepseek2", "rotary_dim=2", "'rotary_dim' cannot grow"),
     "Gemma's quotient of widths": ("gemma3-27b", "hidden=3,heads=2", "block_count != 62 or hidden % heads == 0"),
     "ALiBi": ("bloom", "hidden=2,heads=2", "ALiBi's slopes depend on the number of heads"),
@@ -177,6 +183,14 @@ def test_what_cannot_grow_is_refused(
     with pytest.raises(WidenError, match=re.escape(reason)):
         widened(narrow[name], tmp_path / "wide.gguf", "auto", grow)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+def test_larger_values_take_the_heads_with_them(narrow: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """Their loaders read what comes of the values in heads as large as the keys'."""
+    wide = tmp_path / "wide.gguf"
+    job = widened(narrow[name], wide, "auto", "value_dim=2")
+    assert error(name, narrow[name], wide, job) <= BOUND
 
 
 def test_norms_on_the_single_heads_of_stablelm_are_refused(tmp_path: Path) -> None:

@@ -123,14 +123,22 @@ class SpaceScales:
 
     @cached_property
     def evened(self) -> frozenset[str]:
-        """The axes along which q.k is summed: a norm over them meets copies of all positions, made even, and no zeros."""
+        """The axes along which q.k is summed: a norm over them meets copies of all positions, made even, and no zeros.
+
+        Not those of the stream, where a stored vector meets what a norm makes (Qwen2-MoE's shared expert): all of it is filled.
+        """
         found: set[str] = set()
+        streams = self.architecture.growth.width
         for space in self.architecture.spaces.values():
             for node in taken(space.formula.tree, self.condition) if space.formula else ():
                 if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
                     sides = (part for part in ast.walk(node) if isinstance(part, ast.Name))
                     axes = (self.architecture.axis_of(part.id) for part in sides if part.id in self.architecture.spaces)
-                    found |= {axis.name for axis in axes if axis is not None and axis.name in self.partials}
+                    found |= {
+                        axis.name
+                        for axis in axes
+                        if axis is not None and axis.name in self.partials and axis.name not in streams
+                    }
         return frozenset(found)
 
     def total_copies(self, path: tuple[str, ...]) -> int:
