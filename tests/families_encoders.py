@@ -680,6 +680,9 @@ FAMILIES: tuple[Family, ...] = (
             "hidden=2,head_dim=2",
         ),
         ffn="intermediate=3,vision_intermediate=2",
-        impossible={"vision_hidden=2,vision_heads=2,projection=1": "projection == vision_hidden"},
+        impossible={
+            "vision_hidden=2,vision_heads=2,projection=1": "projection == vision_hidden",
+            "vision_hidden=4/3,vision_heads=4/3": "texts and images are compared by vectors of length 1",
+        },
     ),
 )

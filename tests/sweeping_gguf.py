@@ -84,9 +84,9 @@ def _trial(draw: random.Random) -> Trial:
     if chance() < 0.6:
         wishes["intermediate"] = choice(("2x", "3x", "3/2x", f"+{unit}", "+7") + ("2x@0", "3x@1") * ranges)
     if chance() < 0.6:
-        heads = [{"heads": "2x"}, {"kv_heads": "2x"}, {"heads": "3/2x"}]
-        heads += [{"heads": times, "kv_heads": times} for times in ("2x", "3x", "4/3x", *("2x@0", "2x@0") * ranges)]
-        wishes |= choice(heads)
+        by_layer = [{"heads": "2x@0", "kv_heads": "2x@0"}] * ranges
+        wishes |= choice(({"heads": "2x", "kv_heads": "2x"}, {"heads": "2x"}, {"kv_heads": "2x"}, {"heads": "3x", "kv_heads": "3x"},
+                          {"heads": "4/3x", "kv_heads": "4/3x"}, {"heads": "3/2x"}, *by_layer))  # fmt: skip
     if chance() < 0.2:
         wishes["head_dim"] = choice(("2x", "2x", "3/2x"))
     if chance() < 0.2:

@@ -13,10 +13,14 @@ import gguf_oracle
 import models
 import numpy as np
 import pytest
+import sweeping_gguf
+import sweeping_packed
 import torch
 from click.testing import CliRunner
 from llama_cpp import log_probabilities
 from sweeping import Sweep, trials
+from sweeping_gguf import GgufSweep
+from sweeping_packed import PackedSweep
 from test_depth import PROMPTS, deepen
 
 from widen_cli.cli import cli
@@ -94,6 +98,15 @@ def test_a_random_few_of_all_in_one_run(tmp_path: Path) -> None:
     outcomes = [sweep.outcome(trial) for trial in trials(4, 30)]
     assert [outcome for outcome in outcomes if outcome.wrong] == []
     assert sum(not outcome.refused for outcome in outcomes) >= 5
+
+
+def test_a_random_few_in_quantised_types(tmp_path: Path) -> None:
+    """And of `python tests/sweeping_packed.py` (MXFP4, FP8) and `sweeping_gguf.py` (blocks of 4 to 8 bits in llama.cpp)."""
+    packed, blocks = PackedSweep(tmp_path), GgufSweep(tmp_path)
+    outcomes = [packed.outcome(trial) for trial in sweeping_packed.trials(3, 12)]
+    outcomes += [blocks.outcome(trial) for trial in sweeping_gguf.trials(3, 16)]
+    assert [outcome for outcome in outcomes if outcome.wrong] == []
+    assert sum(not outcome.refused for outcome in outcomes) >= 8
 
 
 def test_heads_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None:

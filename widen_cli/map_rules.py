@@ -23,7 +23,7 @@ class Axis:
     `padded`: new positions are no copies but rows that nothing is looked up in, as of a vocabulary.
     `first`: the model reads the first of the keys that is there, whatever the others say. `grouped`: where this holds the
     model takes neighbours along the axis together, so that copies have to stand side by side. `means`: the size that a
-    value of the keys tells, where it is no size itself; the formula calls it `value`.
+    value of the keys tells, where it is no size itself; the formula calls it `value`. `whole`: why only whole factors are exact.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Axis:
     first: bool = False
     grouped: Formula | None = None
     means: Formula | None = None
+    whole: str = ""
 
     @property
     def computed(self) -> bool:

@@ -31,6 +31,7 @@ class AxisSection(_Section):
     first: bool = False
     means: str | None = None
     grouped: str | bool | None = None
+    whole: str = ""
 
 
 class TensorSection(_Section):

@@ -187,7 +187,18 @@ class _Compiler:
         means = None
         if section.means is not None:
             means = self.condition(section.means, ("axes", name, "means"), document, more=(VALUE,))
-        return Axis(name, tuple(keys), size, otherwise, section.fixed, section.padded, section.first, grouped, means)
+        return Axis(
+            name,
+            tuple(keys),
+            size,
+            otherwise,
+            section.fixed,
+            section.padded,
+            section.first,
+            grouped,
+            means,
+            section.whole,
+        )
 
     def space(self, name: str, text: str, document: MapDocument) -> Space:
         path = ("spaces", name)

@@ -78,6 +78,11 @@ def partial_axes(
         for axis in found
         if axis in sizes.layered
     ]
+    faults += [
+        f"--grow {axis}={factors[axis]}: {why}; give a whole factor"
+        for axis in found
+        if (why := architecture.axes[axis].whole)
+    ]
     if faults:
         raise WidenError(*faults)
     known = {axis: partial for axis, partial in found.items() if axis in sizes.known}
