@@ -399,6 +399,27 @@ def _metadata(family: Family) -> dict[str, Value]:
     return usual | dict(family.metadata)
 
 
+def write_arrays(path: Path, architecture: str, metadata: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
+    """A GGUF of these values, under the architecture's name, and tensors, with a tokenizer."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in metadata.items():
+        name = f"{architecture}.{key}"
+        if isinstance(value, list | tuple):
+            writer.add_array(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, value)
+    _add_tokenizer(writer)
+    for name, values in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")

@@ -240,6 +240,14 @@ def _changed_text(random: random.Random, data: bytes, found: re.Match[bytes], te
     return start + data[found.end() :]
 
 
+def _out_or_twice(kind: int, items: list[Any], at: int, other: int) -> None:
+    """An item taken out (0), or put in once more elsewhere."""
+    if kind == 0:
+        del items[at]
+    else:
+        items.insert(other, items[at])
+
+
 def changed_pickle(random: random.Random, data: bytes) -> bytes:
     """One opcode taken out, doubled, moved, put in or with another argument."""
     starts = [at for _, _, at in pickletools.genops(data) if at is not None]
@@ -247,10 +255,8 @@ def changed_pickle(random: random.Random, data: bytes) -> bytes:
     ops = [data[start:end] for start, end in zip(starts, ends, strict=True)]
     at, other = random.randrange(len(ops)), random.randrange(len(ops))
     kind = random.randrange(6)
-    if kind == 0:
-        del ops[at]
-    elif kind == 1:
-        ops.insert(other, ops[at])
+    if kind < 2:
+        _out_or_twice(kind, ops, at, other)
     elif kind == 2:
         ops[at], ops[other] = ops[other], ops[at]
     elif kind == 3:
@@ -321,10 +327,8 @@ def changed_yaml(random: random.Random, data: bytes) -> bytes:
     lines = data.decode("utf-8", "surrogateescape").split("\n")
     at, other = random.randrange(len(lines)), random.randrange(len(lines))
     kind = random.randrange(7)
-    if kind == 0:
-        del lines[at]
-    elif kind == 1:
-        lines.insert(other, lines[at])
+    if kind < 2:
+        _out_or_twice(kind, lines, at, other)
     elif kind == 2:
         lines[at] = random.choice(("  ", " ", "\t", "- ")) + lines[at]
     elif kind == 3:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +213,8 @@ def load(path: Path) -> dict[str, torch.Tensor]:
         (["--like", "{other}"], "--like {other}: holds none of the sizes that are looked for, such as hidden_size, "
           "intermediate_size; is it a model's config?"),
         (["--target-params", "10k"], "--target-params: the model has 25740 parameters, more than 10000, and nothing shrinks here"),
+        (["--target-params", "900T"], "--target-params: 900000000000000 is far from all that factors up to 64 reach; the nearest is "
+          "152633088, by --grow hidden=64x,intermediate=128x,heads=128x,kv_heads=128x; say what is meant with --grow"),
     ],
 )  # fmt: skip
 def test_what_is_refused(arguments: list[str], fault: str, narrow: Models, tmp_path: Path) -> None:
@@ -224,6 +228,19 @@ def test_what_is_refused(arguments: list[str], fault: str, narrow: Models, tmp_p
     }
     result = run(source, tmp_path / "wide", *(argument.format(**names) for argument in arguments))
     assert (result.exit_code, result.stderr.splitlines()[0]) == (1, fault.format(**names))
+
+
+def test_like_a_config_that_comes_through_a_pipe(narrow: Models, tmp_path: Path) -> None:
+    """As a shell's <(...) gives it: it passes once, so that nothing may be read of it to see what it is."""
+    config = (
+        (narrow.of("llama") / "config.json").read_text().replace('"intermediate_size": 50', '"intermediate_size": 100')
+    )
+    os.mkfifo(tmp_path / "p")
+    writer = threading.Thread(target=(tmp_path / "p").write_text, args=(config,), daemon=True)
+    writer.start()
+    done = run(narrow.of("llama"), tmp_path / "wide", "--like", tmp_path / "p")
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["intermediate_size"] == 100
 
 
 def test_the_way_back_takes_neither(narrow: Models, tmp_path: Path) -> None:

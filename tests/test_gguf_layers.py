@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_families import CONTEXT, EPS, RMS, VOCAB, _add_tokenizer, drawn
+from gguf_families import CONTEXT, EPS, RMS, VOCAB, drawn, write_arrays
 from llama_cpp import difference, log_probabilities
 
 from widen_cli.convert import prepare
@@ -28,7 +28,6 @@ def write(path: Path, changed: dict[str, Any] | None = None, stated: bool = True
 
     Where it is not `stated`, a head has the size that hidden and the first layer's heads make.
     """
-    writer = gguf.GGUFWriter(str(path), "deci")
     values: dict[str, Any] = {
         "context_length": CONTEXT, "embedding_length": HIDDEN, "block_count": len(HEADS), "vocab_size": VOCAB,
         "attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_count": HEAD, RMS: EPS,
@@ -36,22 +35,8 @@ def write(path: Path, changed: dict[str, Any] | None = None, stated: bool = True
     }  # fmt: skip
     for key in () if stated else ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         del values[key]
-    for key, value in values.items():
-        name = f"deci.{key}"
-        if isinstance(value, tuple):
-            writer.add_array(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        else:
-            writer.add_uint32(name, value)
-    _add_tokenizer(writer)
-    for name, shape in shapes(HEAD if stated else HIDDEN // HEADS[0]).items():
-        writer.add_tensor(name, drawn(name, shape))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    found = shapes(HEAD if stated else HIDDEN // HEADS[0])
+    return write_arrays(path, "deci", values, {name: drawn(name, shape) for name, shape in found.items()})
 
 
 def shapes(head: int) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
 import models
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from families_llama import GEMMA3N
-from gguf_families import CONTEXT, EPS, RMS, VOCAB, _add_tokenizer, drawn
+from gguf_families import CONTEXT, EPS, RMS, VOCAB, drawn, write_arrays
 from llama_cpp import difference, log_probabilities
 from safetensors.numpy import load_file, save_file
 
@@ -98,26 +97,6 @@ def elm_metadata(config: dict[str, Any], epsilon: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_gguf(path: Path, architecture: str, metadata: dict[str, Any], tensors: Arrays) -> Path:
-    writer = gguf.GGUFWriter(str(path), architecture)
-    for key, value in metadata.items():
-        name = f"{architecture}.{key}"
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        else:
-            writer.add_uint32(name, value)
-    _add_tokenizer(writer)
-    for name, values in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def elm_drawn() -> Arrays:
     return {name: drawn(name, shape) for name, shape in elm_shapes().items()}
 
@@ -153,7 +132,7 @@ def elm_gguf(folder: Path) -> Path:
             tensors[f"blk.{number}.ffn_gate.weight"], tensors[f"blk.{number}.ffn_up.weight"] = np.split(values, 2)
         else:
             tensors[f"blk.{number}.{names[part]}.weight"] = values
-    return write_gguf(folder.with_suffix(".gguf"), "openelm", elm_metadata(config, 1e-6), tensors)
+    return write_arrays(folder.with_suffix(".gguf"), "openelm", elm_metadata(config, 1e-6), tensors)
 
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: Arrays) -> Path:
@@ -251,7 +230,7 @@ def nas_gguf(folder: Path) -> Path:
         "attention.value_length": head, "rope.dimension_count": head, "rope.freq_base": float(config["rope_theta"]),
         "vocab_size": VOCAB, RMS: float(config["rms_norm_eps"]),
     }  # fmt: skip
-    return write_gguf(folder.with_suffix(".gguf"), "deci", metadata, tensors)
+    return write_arrays(folder.with_suffix(".gguf"), "deci", metadata, tensors)
 
 
 # The runs.
@@ -266,7 +245,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def made(name: str) -> Path:
         if name == "elm.gguf":
-            return write_gguf(root / name, "openelm", elm_metadata(ELM, EPS), elm_drawn())
+            return write_arrays(root / name, "openelm", elm_metadata(ELM, EPS), elm_drawn())
         if name == "gemma3n":
             models.build(GEMMA3N, torch.float64).save_pretrained(root / name)
             return root / name

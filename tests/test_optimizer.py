@@ -215,8 +215,23 @@ def test_what_cannot_be_grown_is_refused(narrow: Save, tmp_path: Path) -> None:
         assert done.exit_code == 1
         assert told in done.output
     assert not Path(out).exists()
-    inside = widen(str(folder), out, f"--new-parameters={out}/new.safetensors")
-    assert "would be taken for weights in the model's folder" in inside.output
+
+
+def test_a_mask_never_goes_where_something_else_is(tmp_path: Path) -> None:
+    folder, out = tmp_path / "n", tmp_path / "w"
+    models.build("llama_mha", torch.float64).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    for source, target, mask, told in (
+        (folder, out, out, "is where the weights go"),
+        (folder, out, out / "new.safetensors", "would be taken for weights in the model's folder"),
+        (folder, out, folder / "new.safetensors", "would be taken for weights in the model's folder"),
+        (file, tmp_path / "w.safetensors", tmp_path / "w.safetensors", "is where the weights go"),
+        (file, tmp_path / "w.safetensors", tmp_path / "w.config.json", "is where the config goes"),
+    ):
+        done = widen(str(source), str(target), f"--new-parameters={mask}", "--force")
+        assert (done.exit_code, done.stderr) == (1, f"--new-parameters {mask}: {told}; choose another place\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["n"]
+    assert {path.name for path in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
 
 
 def test_a_trainer_goes_on(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from widen_cli.cli import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -133,3 +136,32 @@ def test_exit_codes_and_options_are_those_of_the_help(tmp_path: Path) -> None:
         assert option in helped, option
     for code in ("0", "1", "2", "3", "4", "130", "143", "141"):
         assert re.search(rf"\b{code}\b", helped)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere() -> None:
+    for page, place in re.findall(r"\]\(([\w/.]*)#([^)]*)\)", README):
+        assert place in anchors((ROOT / (page or "README.md")).read_text(encoding="utf-8")), (page, place)
+
+
+def test_the_options_that_one_may_want(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's options are planned, but for what a demo has not: an optimizer's state, and widths by layer in its config."""
+    lacks = {"optimizer": "optimizer.pt: is not there", "@": "has one intermediate for all layers"}
+    monkeypatch.chdir(tmp_path)
+    table = README.partition("### Which options do I want?")[2].partition("\nIN decides")[0]
+    rows = re.findall(r"^\| [^|]* \| `(--[^`]*)` \|", table, flags=re.MULTILINE)
+    assert len(rows) == 11
+    invoke = CliRunner().invoke
+    assert invoke(cli, ["demo", "demo"]).exit_code == 0
+    os.symlink("wide", "demo/mixed")  # a model of other sizes
+    Path("grow.yaml").write_text("factor: 2\n")
+    for row in rows:
+        done = invoke(cli, ["demo/narrow", "--dry-run", *row.split()])
+        told = next((text for word, text in lacks.items() if word in row), None)
+        assert done.exit_code == (0 if told is None else 1), (row, done.output)
+        assert told is None or told in done.stderr, (row, done.output)

@@ -52,6 +52,9 @@ def other_model(given: str, architecture: ArchitectureMap, gguf: bool) -> OtherM
 
 
 def _is_gguf(given: str) -> bool:
+    # A pipe, such as a shell's <(...), passes once: it is a config's.
+    if not os.path.isfile(given):
+        return False
     with suppress(OSError), open(given, "rb") as file:
         return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
     return False

@@ -15,6 +15,7 @@ from widen_cli.plan.sizes import Sizes
 
 SHOWN = 3  # of each kind
 TRIED = 40  # growths that are planned, the nearest first
+FAR = 4  # times as many, or as few, as were asked for: that is another model
 WIDEST = 64  # the largest factor that is looked at
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 Refusal = Callable[[Mapping[str, Fraction]], tuple[str, ...]]
@@ -121,7 +122,13 @@ def propose(
         raise WidenError(
             f"--target-params: no growth of this model by factors up to {WIDEST} can be planned; say one with --grow"
         )
-    return Proposals(target, present, tuple(sorted(found, key=lambda one: abs(one.parameters - target))))
+    found.sort(key=lambda one: abs(one.parameters - target))
+    if not target <= FAR * found[0].parameters <= FAR * FAR * target:
+        raise WidenError(
+            f"--target-params: {target} is far from all that factors up to {WIDEST} reach; the nearest is "
+            f"{found[0].parameters}, by --grow {found[0].grow}; say what is meant with --grow"
+        )
+    return Proposals(target, present, tuple(found))
 
 
 class _Search:

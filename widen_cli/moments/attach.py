@@ -95,13 +95,25 @@ def _check_mask(options: Options, job: Job) -> None:
         )
     if is_stream(target):
         raise WidenError(f"--new-parameters {printable(target)}: is no file; name one")
-    output = os.path.realpath(options.output.rstrip("/"))
-    real = os.path.realpath(target)
-    inside = real.startswith(output + os.sep)
-    if options.output != "-" and (real == output or inside):
-        what = "would be taken for weights in the model's folder" if inside else "is where the weights go"
-        raise WidenError(f"--new-parameters {printable(target)}: {what}; choose another place")
+    taken = _taken(os.path.realpath(target), options, job)
+    if taken:
+        raise WidenError(f"--new-parameters {printable(target)}: {taken}; choose another place")
     check_output(target, job.checkpoint.files, options.force, False)
+
+
+def _taken(mask: str, options: Options, job: Job) -> str:
+    """What else is, or is looked for, where the mask is to go; nothing where the place is free."""
+    folders = [] if options.output == "-" else [options.output.rstrip("/")]
+    if job.checkpoint.directory is not None:
+        folders.append(options.input)
+    if any(mask.startswith(os.path.realpath(folder) + os.sep) for folder in folders):
+        return "would be taken for weights in the model's folder"
+    if options.output != "-":
+        output = os.path.realpath(options.output.rstrip("/"))
+        parts = [os.path.join(os.path.dirname(output), shard.name) for shard in job.shards]
+        if mask in (output, *([] if job.directory or not parts[1:] else parts)):
+            return "is where the weights go"
+    return "is where the config goes" if job.config_target and mask == os.path.realpath(job.config_target) else ""
 
 
 def _with_optimizer(job: Job) -> Job:

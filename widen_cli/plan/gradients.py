@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from widen_cli.dimensions import Copies, Fill, Growth, Laid, times
+from widen_cli.dimensions import Fill, Growth, Laid, times
 from widen_cli.formulas import dotted
 from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.filling import COPY, RANDOM, Filling, is_gain
@@ -286,11 +286,7 @@ class GradientBuilder(TreeBuilder):
             factor = ONE if role == "in" else Scale.of(kept) ** -1
             own, within = (scale * factor, None) if inner is None else (ONE, times(inner, factor))
             live_copies = kept if kept < segment.copies else 0
-            if tiled and segment.copies > 1:
-                within = Copies(segment.units, 1, False, own, within)
-                laid.append(Copies(1, segment.copies, False, ONE, within, live_copies, Fill.ZERO))
-            else:
-                laid.append(Copies(segment.units, segment.copies, False, own, within, live_copies, Fill.ZERO))
+            laid.append(segment.laid(tiled, own, within, live_copies, Fill.ZERO))
         return Laid(tuple(laid)) if len(laid) != 1 else laid[0]
 
 

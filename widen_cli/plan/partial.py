@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 
+from widen_cli.dimensions import Copies, Fill, Growth
 from widen_cli.errors import WidenError
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.sizes import Sizes
-from widen_cli.scales import Scale
+from widen_cli.scales import ONE, Scale
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class Segment:
     units: int
     copies: int
     kept: int
+
+    def laid(self, tiled: bool, scale: Scale, inner: Growth | None, live: int, fill: Fill) -> Growth:
+        """Its positions with their copies, of which `live` hold a value (0: all), side by side or as a whole after itself."""
+        if tiled and self.copies > 1:
+            return Copies(1, self.copies, False, ONE, Copies(self.units, 1, False, scale, inner), live, fill)
+        return Copies(self.units, self.copies, False, scale, inner, live, fill)
 
 
 @dataclass(frozen=True)

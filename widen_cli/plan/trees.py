@@ -218,10 +218,7 @@ class TreeBuilder:
             own, within = (scale * factor, None) if inner is None else (ONE, times(inner, factor))
             live = 0 if fill is None or kept == segment.copies else kept
             how = (live, fill or Fill.ZERO)
-            if tiled and segment.copies > 1:
-                laid.append(Copies(1, segment.copies, False, ONE, Copies(segment.units, 1, False, own, within), *how))
-            else:
-                laid.append(Copies(segment.units, segment.copies, False, own, within, *how))
+            laid.append(segment.laid(tiled, own, within, *how))
         return Laid(tuple(laid)) if len(laid) != 1 else laid[0]
 
     def merged_into_next(
