@@ -71,6 +71,7 @@ rope:
   keys: [theta]
   lists: [short]
   sections: [rope]
+  shares: {short: last}
   tensor: freqs.weight
   methods: {spread: true, frequencies: tied_words}
   reasons: [{if: tied_words, why: so it is}]

@@ -77,7 +77,8 @@ CONVERSION = (
         callback=readable(parse_growth),
         metavar="AXIS=WISH,...",
         help="Grow single axes, by a factor (hidden=2x, 1.5x), to a size (hidden=5120), by so many more (heads=+4) or to the "
-        "next multiple (intermediate=round:256, 2x:round:256). Without --factor the others stay. "
+        "next multiple (intermediate=round:256, 2x:round:256). Say 2x or +4 where a small number could be a size or a factor. "
+        "Without --factor the others stay. "
         "intermediate=2x@8-15 is for layers 8 to 15.",
     ),
     click.option(
@@ -98,10 +99,12 @@ CONVERSION = (
         metavar="[STACK:]N",
         multiple=True,
         help="Add layers that pass the stream on as it is: 2x, +4 (spread), +4@end, +4@7 (behind layer 7) or a new total; or lay "
-        "layers anew: 0-23,8-31 or drop:5,7-9 (another function). Alone, the width stays.",
+        "layers anew, which changes the function: 0-23,8-31 or drop:5,7-9, with --allow-approximate. Alone, the width stays.",
     ),
     click.option(
-        "--allow-approximate", is_flag=True, help="Take what changes the function, where an option says that it does."
+        "--allow-approximate",
+        is_flag=True,
+        help="Take what changes the function: --rope pairs, and --depth that repeats or drops layers.",
     ),
     click.option(
         "--scaling",

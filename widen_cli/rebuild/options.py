@@ -22,7 +22,7 @@ EXPERT_OPTIONS = (
         type=click.IntRange(min=1, max=EXPERTS_LIMIT),
         default=1,
         show_default=True,
-        help="With --experts: cut each copy into so many experts.",
+        help="With --experts: cut each copy into so many fine-grained experts.",
     ),
     click.option(
         "--router",
