@@ -25,7 +25,7 @@ prefixes: {model.: [""]}
 synonyms: {norm.gain: norm.weight}
 repeats: {model.layers.*: num_layers}
 parts: {model.layers.: true}
-config: {eps: 1e-5, theta: 10000.0, tied_words: true, scale: 1.0, short: null, num_layers: 12, num_behind: 0}
+config: {eps: 1e-5, theta: 10000.0, tied_words: true, scale: 1.0, short: null, counted: null, num_layers: 12, num_behind: 0}
 places: {theta: [rope.theta]}
 axes:
   vocab: {key: vocab_size, fixed: true, padded: true}
@@ -71,6 +71,7 @@ rope:
   keys: [theta]
   lists: [short]
   sections: [rope]
+  shares: {counted: last}
   tensor: freqs.weight
   methods: {spread: true, frequencies: tied_words}
   reasons: [{if: tied_words, why: so it is}]
