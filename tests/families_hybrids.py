@@ -50,6 +50,21 @@ _GRANITE = {
     "logits_scaling": 1.3,
     "embedding_multiplier": 1.5,
 }
+_QWEN3_NEXT = {
+    **_BASE,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "moe_intermediate_size": 22,
+    "shared_expert_intermediate_size": 26,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+}
 
 
 def _variant(model_class: str, base: dict[str, Any], **changes: Any) -> Variant:
@@ -122,5 +137,17 @@ FAMILIES: tuple[Family, ...] = (
             for mode in ("orthogonal", "sum")
         },
         heads={"granitemoehybrid": ("head_dim=2",)},
+    ),
+    Family(
+        "qwen3_next",
+        {
+            "qwen3_next": _variant("Qwen3NextForCausalLM", _QWEN3_NEXT),
+            "qwen3_next_dense": _variant(
+                "Qwen3NextModel", _QWEN3_NEXT, mlp_only_layers=[0], attention_bias=True, linear_num_key_heads=4
+            ),
+        },
+        ("hidden=2,intermediate=3,expert_intermediate=2,heads=2,kv_heads=1", "hidden=3,shared_intermediate=3"),
+        refused=dict.fromkeys(("orthogonal", "sum"), "one rms_norm_eps serves the norms of"),
+        heads=larger_heads("qwen3_next", mixed=_MIXED),
     ),
 )

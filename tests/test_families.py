@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from families import MODES, Family
+from safetensors.torch import save_file
 
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
@@ -283,6 +284,30 @@ def test_what_computes_its_positions_grows_elsewhere(tmp_path: Path) -> None:
         "--grow hidden=2: 'hidden' cannot grow exactly: its positions are sinusoids computed at run time, which do not follow a "
         "repeat; grow encoder_intermediate and decoder_intermediate instead",
     )
+
+
+def test_tables_of_positions_that_the_library_drops(tmp_path: Path) -> None:
+    """Why a MarianMTModel without tables is refused and none are made: with them it grows, and is loaded so; but transformers
+    saves it without, as after training, and then makes others for the new width."""
+    family = next(family for family in FAMILIES if family.name == "marian")
+    described = replace(family.variants["marian_base"], model_class="MarianMTModel")
+    source, wide, again = (tmp_path / each for each in ("narrow", "wide", "again"))
+    model = models.build(described, torch.float64)
+    # What save_pretrained leaves out; the head is the embedding.
+    kept = {
+        name: value
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight" and "embed_tokens" not in name
+    }
+    model.save_pretrained(source)
+    save_file(
+        {name: value.contiguous() for name, value in kept.items()}, source / "model.safetensors", {"format": "pt"}
+    )
+    scales = convert(source, wide, "factor=2").job.plan.output_scales
+    before, after = (models.outputs(one, torch.float64, inputs=described.inputs) for one in (source, wide))
+    assert models.relative_error(before, after, scales) <= EXACT
+    models.load(wide, torch.float64).save_pretrained(again)
+    assert models.relative_error(before, models.outputs(again, torch.float64, inputs=described.inputs), scales) > 1e-3
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, id=family.name) for family in FAMILIES])

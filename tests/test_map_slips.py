@@ -25,7 +25,7 @@ prefixes: {model.: [""]}
 synonyms: {norm.gain: norm.weight}
 repeats: {model.layers.*: num_layers}
 parts: {model.layers.: true}
-config: {eps: 1e-5, theta: 10000.0, tied_words: true, scale: 1.0, short: null, num_layers: 12, num_behind: 0}
+config: {eps: 1e-5, theta: 10000.0, tied_words: true, scale: 1.0, short: null, counted: null, num_layers: 12, num_behind: 0}
 places: {theta: [rope.theta]}
 axes:
   vocab: {key: vocab_size, fixed: true, padded: true}
@@ -71,7 +71,7 @@ rope:
   keys: [theta]
   lists: [short]
   sections: [rope]
-  shares: {short: last}
+  shares: {counted: last}
   tensor: freqs.weight
   methods: {spread: true, frequencies: tied_words}
   reasons: [{if: tied_words, why: so it is}]
@@ -102,12 +102,11 @@ upcycle:
 layered: {axes: [inner], from: [every]}
 multipliers: [scale]
 scalars: {model.layers.*.q.weight: model.layers.*.q.scale}
-modules: {model.layers.*.query: model.layers.*.q}
 todo: []
 """
 DATA = parse_map_data(EVERY, "every.yaml")
 # Names that a map takes from elsewhere, or that are new words of its own: a slip makes another one of them.
-ELSEWHERE = ("synonyms", "modules", "outputs", "sidecars", "tensors", "upcycle")
+ELSEWHERE = ("synonyms", "outputs", "sidecars", "tensors", "upcycle")
 # A space that nothing reads says a law all the same, whatever it is called.
 ITSELF = {("spaces", "scores")}
 
