@@ -30,7 +30,7 @@ from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import match_tensors
 from widen_cli.plan.narrowing import narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
-from widen_cli.records import Was
+from widen_cli.records import Built, Was
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
 from widen_cli.tied import check_equal
@@ -190,8 +190,7 @@ def _planned(options: Options, wide: Checkpoint, making: Making, faults: Faults)
     config, warnings = settled(narrow, plan, wide.config, recorded=was is not None)
     if built is not None and not faults.texts:
         config = config.without(built.added).with_values(dict(built.config)) if config.present else config
-        if upcycling is not None:
-            found = upcycling.dense(found, narrow, choice.root)
+        found = upcycling.dense(found, narrow, choice.root) if upcycling is not None else found
         found = without_new_layers(found, built.stacks)
         narrowed = recorded(wide, 1, found, making.record, was)
         refuse_unmade(narrowed, found, config, asked, choice, request.layers, built)
@@ -200,9 +199,13 @@ def _planned(options: Options, wide: Checkpoint, making: Making, faults: Faults)
     texts = (*choice.warnings, *making.doubts(plan, wide, narrow.by_types), *warnings, *told_by_plan)
     padded = [plan.factors[name] for name, axis in architecture.axes.items() if axis.padded]
     prepared = _resolved(options, wide, making, plan, found, config, texts, faults, max(padded, default=1))
-    undone = [f"layers {len(stack.layers)} -> {stack.count}" for stack in (built.stacks.values() if built else ())]
-    undone += [f"{upcycling.experts} experts -> dense"] if upcycling else []
-    return replace(prepared, architecture=choice.architecture.architecture, undone=tuple(undone))
+    return replace(prepared, architecture=choice.architecture.architecture, undone=_undone(built, asked))
+
+
+def _undone(built: Built | None, asked: Options) -> tuple[str, ...]:
+    """What was made of the narrow model before it was widened, and goes again, in words."""
+    layers = [f"layers {len(stack.layers)} -> {stack.count}" for stack in (built.stacks.values() if built else ())]
+    return (*layers, *([f"{asked.experts} experts -> dense"] if asked.experts is not None else []))
 
 
 def _of_growth(text: str, wide: Checkpoint) -> bool:
