@@ -84,3 +84,16 @@ def test_no_other_function_in_silence(name: str, tmp_path: Path) -> None:
 def test_guard_sees_a_warning_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Planner, "warn", lambda self: None)
     assert outcome(tmp_path, VARIANTS["gpt2_base"])[0] == "another, names fit"
+
+
+def test_what_the_class_decides_is_told(tmp_path: Path) -> None:
+    """Of tokens the classifier reads the stream, else the pooled vector."""
+    models.build(VARIANTS["nomic_bert_classification"], torch.float64).save_pretrained(tmp_path / "narrow")
+    (tmp_path / "alone").mkdir()
+    file = Path(shutil.copy(tmp_path / "narrow" / "model.safetensors", tmp_path / "alone"))
+    given = {"output": str(tmp_path / "out.safetensors"), "factor": 2, "settings": ("num_attention_heads=3",)}
+    told = f"{file}: no config says the model's class, and 'classifier.weight' is taken as labels <- pooled"
+    assert told in prepare(Options(str(file), **given)).warnings
+    config = str(tmp_path / "narrow" / "config.json")
+    with_config = prepare(Options(str(file), **{**given, "settings": ()}, config=config))
+    assert not any("class" in warning for warning in with_config.warnings)

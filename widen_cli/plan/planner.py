@@ -39,6 +39,7 @@ from widen_cli.plan.sizes import Sizes, told_by_no_tensor
 from widen_cli.plan.spaces import SpaceScales
 from widen_cli.plan.splits import Ties, UnfitSplitError, with_split
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError, unfilled
+from widen_cli.plan.undecided import by_class
 from widen_cli.plan.untie import untied
 from widen_cli.scales import ONE
 
@@ -361,6 +362,10 @@ class _Planner:
         if self.match.dropped:
             self.warnings.append(
                 f"{self.file}: buffers that are computed anew when the model loads, left out: {_names(self.match.dropped)}"
+            )
+        for item in by_class(self.architecture, self.match, self.config):
+            self.warnings.append(
+                f"{self.file}: no config says the model's class, and '{printable(item.tensor.name)}' is taken as {item.rule.shape.text}"
             )
         for tie in self.spaces.ties:
             if (
