@@ -30,7 +30,7 @@ places: {theta: [rope.theta]}
 axes:
   vocab: {key: vocab_size, fixed: true, padded: true}
   hidden: {key: [hidden_size, width], first: true}
-  inner: {key: inner_size, means: value * 2}
+  inner: {key: inner_size, means: value * 2, whole: so it is}
   experts: {key: num_experts, else: 2, grouped: tied_words}
   heads: {key: num_heads}
   head_dim: {size: hidden / heads}
@@ -102,11 +102,12 @@ upcycle:
 layered: {axes: [inner], from: [every]}
 multipliers: [scale]
 scalars: {model.layers.*.q.weight: model.layers.*.q.scale}
+modules: {model.layers.*.query: model.layers.*.q}
 todo: []
 """
 DATA = parse_map_data(EVERY, "every.yaml")
 # Names that a map takes from elsewhere, or that are new words of its own: a slip makes another one of them.
-ELSEWHERE = ("synonyms", "outputs", "sidecars", "tensors", "upcycle")
+ELSEWHERE = ("synonyms", "modules", "outputs", "sidecars", "tensors", "upcycle")
 # A space that nothing reads says a law all the same, whatever it is called.
 ITSELF = {("spaces", "scores")}
 
