@@ -12,11 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import families_encoders
 import families_llama
 import models
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from gradient_checks import checked
 from safetensors.torch import load_file
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -129,6 +131,9 @@ CASES = [
     ("qwen3", "--grow=hidden=2x,head_dim=2x", "copy", ("q_proj", "k_proj")),
     ("llama_mha", "--grow=hidden=2x,head_dim=2x", "quiet", None),
     ("gemma3_text", "--factor=2", "copy", ("k_proj", "v_proj")),
+    ("gemma3n_text", "--grow=intermediate=2@1", "copy", ()),
+    ("llama_mha", "--depth=2x --grow=hidden=2x", "copy", None),
+    ("llama_mha", "--factor=2 --split=even", "copy", ()),
 ]
 
 
@@ -140,7 +145,7 @@ def test_moments_are_those_of_the_wide_model(
     if variant not in VARIANTS:
         variant = next(name for name in VARIANTS if name.startswith("gemma3"))
     wide = tmp_path / "wide"
-    done = widen(str(narrow(variant)), str(wide), growth, "--scaling", scaling, "--optimizer", "keep")
+    done = widen(str(narrow(variant)), str(wide), *growth.split(), "--scaling", scaling, "--optimizer", "keep")
     assert done.exit_code == 0, done.output
     model, optimizer = trained(wide)
     own = by_name(model, optimizer.state_dict())
@@ -153,6 +158,9 @@ def test_moments_are_those_of_the_wide_model(
         for name, entry in grown.items():
             for key in ("exp_avg", "exp_avg_sq"):
                 own[name][key] = own[name][key].where(entry[key] != 0, 0.0)
+    if "--depth" in growth:
+        # New layers alone begin anew.
+        assert {name.split(".")[2] for name in missing} == {"1", "3"}
     assert largest_error(grown, own) < 1e-10
     assert all(entry["step"] == 3 for entry in grown.values())
 
@@ -201,7 +209,10 @@ def test_what_cannot_be_grown_is_refused(narrow: Save, tmp_path: Path) -> None:
     out = str(tmp_path / "w")
     assert "optimizer.pt: is not there" in widen(str(folder), out, "--optimizer=keep").output
     unequal = widen(str(folder), out, "--optimizer=keep", "--split=uneven")
-    assert "--optimizer keep: does not go together with --split; widen in a run of its own" in unequal.output
+    assert "--optimizer keep: does not go together with --split uneven; widen in a run of its own" in unequal.output
+    (folder / "optimizer.pt").touch()
+    other = widen(str(folder), out, "--optimizer=keep", "--depth=drop:0", "--allow-approximate")
+    assert "the result computes another function (--depth drop:0), whose gradients do not follow" in other.output
     model = models.load(folder, torch.float64)
     for optimizer, told in (
         (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "only Adam's and AdamW's are grown"),
@@ -217,6 +228,32 @@ def test_what_cannot_be_grown_is_refused(narrow: Save, tmp_path: Path) -> None:
     assert not Path(out).exists()
     inside = widen(str(folder), out, f"--new-parameters={out}/new.safetensors")
     assert "would be taken for weights in the model's folder" in inside.output
+
+
+@pytest.mark.parametrize(
+    ("module", "family", "variant"),
+    [
+        (families_encoders, "electra-unprojected", "electra_unprojected"),
+        (families_encoders, "deberta-v2", "deberta"),
+        (families_encoders, "bart", "bart"),
+        (families_llama, "mixtral", "mixtral"),
+    ],
+)
+def test_gradients_are_what_the_plan_says(module: Any, family: str, variant: str, tmp_path: Path) -> None:
+    """Post-norm stacks read by first copies alone, whose embeddings no rule names as the stream; experts."""
+    described = next(each for each in module.FAMILIES if each.name == family).variants[variant]
+    found = checked(described, "factor=2", "quiet", tmp_path, {})
+    assert found.known > 10
+    assert found.error < 1e-9, found.tensor
+
+
+def test_the_state_of_other_weights_goes_with_them(tmp_path: Path) -> None:
+    models.build("llama_mha", torch.float32).save_pretrained(tmp_path / "n")
+    for words in ([], ["--force"]):
+        assert widen(str(tmp_path / "n"), str(tmp_path / "w"), *words).exit_code == 0
+        assert not (tmp_path / "w" / "optimizer.pt").exists()
+        (tmp_path / "w" / "optimizer.pt").touch()
+        (tmp_path / "w" / "notes.txt").touch()
 
 
 def test_a_trainer_goes_on(tmp_path: Path) -> None:
