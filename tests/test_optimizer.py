@@ -6,6 +6,7 @@ Both models see the same batches under a learning rate of 0, so that their momen
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -20,6 +21,7 @@ import torch
 from click.testing import CliRunner, Result
 from gradient_checks import checked
 from safetensors.torch import load_file
+from test_readme import shell
 from transformers.trainer_pt_utils import get_parameter_names
 
 from widen_cli.cli import cli
@@ -270,10 +272,15 @@ def test_a_trainer_goes_on(tmp_path: Path) -> None:
 
     models.build(replace(models.VARIANTS["llama_mha"]), torch.float32).save_pretrained(tmp_path / "n")
     trainer(tmp_path / "n", 2).train()
-    wide = tmp_path / "wide" / "checkpoint-2"
-    wide.parent.mkdir()
-    done = widen(str(tmp_path / "run" / "checkpoint-2"), str(wide), "--factor=2", "--optimizer=keep")
-    assert done.exit_code == 0, done.output
+    (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "run" / "checkpoint-500")
+    # The commands of docs/growth.md, as they stand there.
+    text = Path(__file__).parents[1].joinpath("docs", "growth.md").read_text(encoding="utf-8")
+    commands = re.findall(r"```sh\n(.*?)```", text[text.index("## Optimizer state") :], flags=re.DOTALL)[0]
+    done = shell(commands, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "anew" / "checkpoint-500" / "optimizer.pt").exists()
+    assert (tmp_path / "new.safetensors").exists()
+    wide = tmp_path / "wide" / "checkpoint-500"
     going = trainer(wide, 4)
     going.train(resume_from_checkpoint=str(wide))
     assert going.state.global_step == 4
