@@ -6,18 +6,22 @@ Both models see the same batches under a learning rate of 0, so that their momen
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import families_encoders
 import families_llama
 import models
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from gradient_checks import checked
 from safetensors.torch import load_file
+from test_readme import shell
 from transformers.trainer_pt_utils import get_parameter_names
 
 from widen_cli.cli import cli
@@ -129,6 +133,9 @@ CASES = [
     ("qwen3", "--grow=hidden=2x,head_dim=2x", "copy", ("q_proj", "k_proj")),
     ("llama_mha", "--grow=hidden=2x,head_dim=2x", "quiet", None),
     ("gemma3_text", "--factor=2", "copy", ("k_proj", "v_proj")),
+    ("gemma3n_text", "--grow=intermediate=2@1", "copy", ()),
+    ("llama_mha", "--depth=2x --grow=hidden=2x", "copy", None),
+    ("llama_mha", "--factor=2 --split=even", "copy", ()),
 ]
 
 
@@ -140,7 +147,7 @@ def test_moments_are_those_of_the_wide_model(
     if variant not in VARIANTS:
         variant = next(name for name in VARIANTS if name.startswith("gemma3"))
     wide = tmp_path / "wide"
-    done = widen(str(narrow(variant)), str(wide), growth, "--scaling", scaling, "--optimizer", "keep")
+    done = widen(str(narrow(variant)), str(wide), *growth.split(), "--scaling", scaling, "--optimizer", "keep")
     assert done.exit_code == 0, done.output
     model, optimizer = trained(wide)
     own = by_name(model, optimizer.state_dict())
@@ -153,6 +160,9 @@ def test_moments_are_those_of_the_wide_model(
         for name, entry in grown.items():
             for key in ("exp_avg", "exp_avg_sq"):
                 own[name][key] = own[name][key].where(entry[key] != 0, 0.0)
+    if "--depth" in growth:
+        # New layers alone begin anew.
+        assert {name.split(".")[2] for name in missing} == {"1", "3"}
     assert largest_error(grown, own) < 1e-10
     assert all(entry["step"] == 3 for entry in grown.values())
 
@@ -201,7 +211,10 @@ def test_what_cannot_be_grown_is_refused(narrow: Save, tmp_path: Path) -> None:
     out = str(tmp_path / "w")
     assert "optimizer.pt: is not there" in widen(str(folder), out, "--optimizer=keep").output
     unequal = widen(str(folder), out, "--optimizer=keep", "--split=uneven")
-    assert "--optimizer keep: does not go together with --split; widen in a run of its own" in unequal.output
+    assert "--optimizer keep: does not go together with --split uneven; widen in a run of its own" in unequal.output
+    (folder / "optimizer.pt").touch()
+    other = widen(str(folder), out, "--optimizer=keep", "--depth=drop:0", "--allow-approximate")
+    assert "the result computes another function (--depth drop:0), whose gradients do not follow" in other.output
     model = models.load(folder, torch.float64)
     for optimizer, told in (
         (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "only Adam's and AdamW's are grown"),
@@ -234,6 +247,32 @@ def test_a_mask_never_goes_where_something_else_is(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
 
 
+@pytest.mark.parametrize(
+    ("module", "family", "variant"),
+    [
+        (families_encoders, "electra-unprojected", "electra_unprojected"),
+        (families_encoders, "deberta-v2", "deberta"),
+        (families_encoders, "bart", "bart"),
+        (families_llama, "mixtral", "mixtral"),
+    ],
+)
+def test_gradients_are_what_the_plan_says(module: Any, family: str, variant: str, tmp_path: Path) -> None:
+    """Post-norm stacks read by first copies alone, whose embeddings no rule names as the stream; experts."""
+    described = next(each for each in module.FAMILIES if each.name == family).variants[variant]
+    found = checked(described, "factor=2", "quiet", tmp_path, {})
+    assert found.known > 10
+    assert found.error < 1e-9, found.tensor
+
+
+def test_the_state_of_other_weights_goes_with_them(tmp_path: Path) -> None:
+    models.build("llama_mha", torch.float32).save_pretrained(tmp_path / "n")
+    for words in ([], ["--force"]):
+        assert widen(str(tmp_path / "n"), str(tmp_path / "w"), *words).exit_code == 0
+        assert not (tmp_path / "w" / "optimizer.pt").exists()
+        (tmp_path / "w" / "optimizer.pt").touch()
+        (tmp_path / "w" / "notes.txt").touch()
+
+
 def test_a_trainer_goes_on(tmp_path: Path) -> None:
     import transformers
 
@@ -248,10 +287,15 @@ def test_a_trainer_goes_on(tmp_path: Path) -> None:
 
     models.build(replace(models.VARIANTS["llama_mha"]), torch.float32).save_pretrained(tmp_path / "n")
     trainer(tmp_path / "n", 2).train()
-    wide = tmp_path / "wide" / "checkpoint-2"
-    wide.parent.mkdir()
-    done = widen(str(tmp_path / "run" / "checkpoint-2"), str(wide), "--factor=2", "--optimizer=keep")
-    assert done.exit_code == 0, done.output
+    (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "run" / "checkpoint-500")
+    # The commands of docs/growth.md, as they stand there.
+    text = Path(__file__).parents[1].joinpath("docs", "growth.md").read_text(encoding="utf-8")
+    commands = re.findall(r"```sh\n(.*?)```", text[text.index("## Optimizer state") :], flags=re.DOTALL)[0]
+    done = shell(commands, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "anew" / "checkpoint-500" / "optimizer.pt").exists()
+    assert (tmp_path / "new.safetensors").exists()
+    wide = tmp_path / "wide" / "checkpoint-500"
     going = trainer(wide, 4)
     going.train(resume_from_checkpoint=str(wide))
     assert going.state.global_step == 4

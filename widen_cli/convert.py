@@ -125,7 +125,8 @@ def _planned(
     unread = () if options.map is None else unread_epsilons(source, checkpoint.config, options.map)
     plan = make_plan(architecture, checkpoint.tensors, checkpoint.config, request)
     if made is not None:
-        plan = replace(plan, made_of=made.kind, notes=(made.note, *plan.notes))
+        gradients = {name: made.gradient(name, gradient) for name, gradient in plan.gradients.items()}
+        plan = replace(plan, made_of=made.kind, notes=(made.note, *plan.notes), gradients=gradients)
     plan = _described(plan, checkpoint, options)
     rebuilt = view is not None or target is not None
     built = Built.of(found.within(checkpoint.config.inside), _found(checkpoint), view) if rebuilt else None

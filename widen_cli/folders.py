@@ -165,7 +165,8 @@ class DirectoryOutput(Staging):
     """A folder that stands at `target` only when it is committed: by `commit`, or as the `with` block ends.
 
     It is put in place in one step. With `force` it replaces a folder that holds files: those that were not written here
-    stay, but for *.safetensors, pytorch_model*.bin and their index at its top, which would belong to another model.
+    stay, but for *.safetensors, pytorch_model*.bin, their index and an optimizer's state at its top, which would belong to
+    another model.
     """
 
     def _shown(self, name: str) -> str:
@@ -258,6 +259,7 @@ def _keep_foreign(old: Path, new: Path) -> None:
         links = [name for name in folders if os.path.islink(Path(folder, name))]
         for name in [*names, *links]:
             torch = name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json"))
+            torch = torch or name in ("optimizer.pt", "optimizer.bin")  # an optimizer's state is that of the weights
             stale = Path(folder) == old and (torch or name.endswith((".safetensors", ".safetensors.index.json")))
             if not stale and not os.path.lexists(here / name):
                 _link_or_copy(Path(folder, name), here / name)

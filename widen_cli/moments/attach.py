@@ -8,13 +8,15 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from widen_cli.config import read_json
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.folders import DirectoryOutput
 from widen_cli.jobs import Job
 from widen_cli.moments.growth import GrownState, grown_state
 from widen_cli.moments.mask import NewParameters
-from widen_cli.moments.orders import Order, numbered
+from widen_cli.moments.orders import Order
 from widen_cli.options import Options
 from widen_cli.output_checks import check_output, check_space, is_stream
 from widen_cli.outputs import FileOutput
@@ -55,18 +57,22 @@ def refuse(options: Options, job: Job) -> None:
     if options.optimizer is None:
         return
     said = f"--optimizer {options.optimizer}"
-    rebuilt = {
-        "--depth": bool(options.depth),
-        "--experts": options.experts is not None,
+    apart = {
         "--base": options.base is not None,
-        "--grow ...@LAYERS": bool(job.plan.layers),
         "--strip-prefix": options.strip_prefix is not None,
+        # Of copies that are read with unequal parts only the sum of all gradients follows from the narrow one. Parts that
+        # differ in their last places have gradients that do.
+        "--split uneven": options.split == "uneven",
+        "--noise": options.noise is not None,
     }
-    # Copies that are read with unequal parts have unequal gradients.
-    rebuilt |= {"--split": options.split is not None, "--noise": options.noise is not None}
-    for other in (option for option, given in rebuilt.items() if given):
+    for other in (option for option, given in apart.items() if given):
         raise WidenError(
             f"{said}: does not go together with {other}; widen in a run of its own, or leave --optimizer out"
+        )
+    if job.plan.approximate:
+        raise WidenError(
+            f"{said}: the result computes another function ({job.plan.approximate}), whose gradients do not follow from the old "
+            "ones; leave --optimizer out to begin with a new one"
         )
     if job.checkpoint.gguf is not None or job.checkpoint.directory is None:
         raise WidenError(
@@ -119,13 +125,13 @@ def _taken(mask: str, options: Options, job: Job) -> str:
 def _with_optimizer(job: Job) -> Job:
     options = job.options
     require("--optimizer: asks transformers for the order of a model's parameters", "torch", "transformers")
-    configs = [json.loads(config.to_bytes()) for config in (job.checkpoint.found_config, job.config)]
+    configs = [_narrow_config(job), json.loads(job.config.to_bytes())]
     with tempfile.TemporaryDirectory() as folder:
         answer = json.loads(answer_of(CHILD, {"configs": configs}, Path(folder), job.checkpoint.name).read_text())
     narrow, wide = (Order.of(each, job.checkpoint.name) for each in answer)
     state = open_optimizer(Path(options.input, STATE))
     try:
-        grown = grown_state(job.plan, state, numbered(state, narrow, wide), narrow, wide, str(options.optimizer))
+        grown = grown_state(job.plan, state, narrow, wide, str(options.optimizer))
         if not options.dry_run:
             folder_of = Path(os.path.realpath(options.output.rstrip("/"))).parent
             # The moments stand there twice for a while.
@@ -142,6 +148,14 @@ def _with_optimizer(job: Job) -> Job:
         warnings=(*job.warnings, *grown.told),
         beside=(*job.beside, GrownOptimizer(state, grown, options.threads)),
     )
+
+
+def _narrow_config(job: Job) -> Any:
+    """The config of the model that the optimizer was made for; of one that became experts, as it stands in its folder."""
+    options = job.options
+    if job.plan.made_of:
+        return read_json(Path(options.config or Path(options.input, "config.json")), "a model's config")
+    return json.loads(job.checkpoint.found_config.to_bytes())
 
 
 def _goes_along(path: Path) -> bool:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from widen_cli.dimensions import raised
 from widen_cli.errors import WidenError, printable
-from widen_cli.moments.orders import Numbered, Order
+from widen_cli.moments.orders import Numbered, Order, numbered
 from widen_cli.plan import Plan, TensorPlan
 from widen_cli.plan.gradients import first_copies
-from widen_cli.plan.result import Gradient
+from widen_cli.plan.result import NEW_EXPERTS, Gradient
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.torch_optimizer import POWERS, OptimizerState
 
@@ -45,17 +45,18 @@ class GrownState:
         return sum(moment.plan.dtype.nbytes(moment.plan.shape) for moment in self.moments)
 
 
-def grown_state(
-    plan: Plan, state: OptimizerState, names: Numbered, narrow: Order, wide: Order, choice: str
-) -> GrownState:
+def grown_state(plan: Plan, state: OptimizerState, narrow: Order, wide: Order, choice: str) -> GrownState:
     """The state for the wide model of a plan. Raises WidenError where parameters and tensors do not belong together."""
-    numbers = _numbers(state, names, narrow)
     tensors = {name: tensor for tensor in plan.tensors for name in tensor.names}
+    found = {name: _written(name, wide, tensors) for name in wide.names}
+    names = numbered(state, narrow, wide, _sources(plan, found, narrow))
+    numbers = _numbers(state, names, narrow)
     faults = [
         f"'{printable(name)}' {list(wide.shapes[name])}"
         for group in names.wide
         for name in group
-        if _written(name, wide, tensors, wide.shapes[name]) is None
+        # Experts that are made anew are stored one by one, and loaded as one parameter.
+        if found[name] is None and not plan.made_of
     ]
     if faults:
         more = f" and {len(faults) - SHOWN} more" if faults[SHOWN:] else ""
@@ -72,11 +73,14 @@ def grown_state(
     for group in names.wide:
         groups.append((tuple(range(number, number + len(group))), group))
         for name in group:
-            tensor = _written(name, wide, tensors, wide.shapes[name])
-            assert tensor is not None
-            origin = numbers.get(tensor.source.name)
+            tensor = found[name]
+            if tensor is None:
+                anew.setdefault(NEW_EXPERTS, []).append(name)
+                number += 1
+                continue
             gradient = plan.gradients.get(tensor.source.name, Gradient(reason="the plan says nothing of it"))
-            if origin in state.moments and gradient.reason:
+            origin = numbers.get(gradient.origin or tensor.source.name)
+            if gradient.reason and (origin is None or origin in state.moments):
                 anew.setdefault(gradient.reason, []).append(tensor.pattern)
             elif origin is not None and origin in state.moments:
                 origins[number] = origin
@@ -98,10 +102,22 @@ def _numbers(state: OptimizerState, names: Numbered, narrow: Order) -> dict[str,
     return {alias: number for number, name in pairs for alias in narrow.names[name]}
 
 
-def _written(name: str, wide: Order, tensors: Mapping[str, TensorPlan], shape: tuple[int, ...]) -> TensorPlan | None:
+def _written(name: str, wide: Order, tensors: Mapping[str, TensorPlan]) -> TensorPlan | None:
     """The plan of the tensor that a parameter is loaded from, under any of its names."""
     found = next((tensors[alias] for alias in wide.names[name] if alias in tensors), None)
-    return found if found is not None and found.shape == shape else None
+    return found if found is not None and found.shape == wide.shapes[name] else None
+
+
+def _sources(plan: Plan, found: Mapping[str, TensorPlan | None], narrow: Order) -> dict[str, str]:
+    """The narrow parameter that each wide one is made of, where there is one."""
+    own = {alias: name for name, aliases in narrow.names.items() for alias in aliases}
+    stored = {
+        name: (plan.gradients[tensor.source.name].origin if tensor.source.name in plan.gradients else "")
+        or tensor.stored_name
+        for name, tensor in found.items()
+        if tensor is not None
+    }
+    return {name: own[origin] for name, origin in stored.items() if origin in own}
 
 
 def _grown(

@@ -38,12 +38,9 @@ class Order:
 
     def groupings(self) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
         """The groups in which optimizers may number the parameters, each with what makes them so."""
-        seen: list[Sequence[str]] = []
         for version, decay in zip(("5", "4"), self.decays, strict=True):
-            if decay not in seen:
-                seen.append(decay)
-                rest = tuple(name for name in self.names if name not in {*decay})
-                yield f"the Trainer of transformers {version}", (tuple(decay), rest)
+            rest = tuple(name for name in self.names if name not in {*decay})
+            yield f"the Trainer of transformers {version}", (tuple(decay), rest)
         yield ONE_GROUP, (tuple(self.names),)
 
 
@@ -55,17 +52,18 @@ class Numbered:
     wide: tuple[tuple[str, ...], ...]
 
 
-def numbered(state: OptimizerState, narrow: Order, wide: Order) -> Numbered:
-    """What the numbers in a state mean. Raises WidenError where no order fits, or several do."""
+def numbered(state: OptimizerState, narrow: Order, wide: Order, sources: Mapping[str, str]) -> Numbered:
+    """What the numbers in a state mean; `sources` are the narrow parameters that wide ones are made of. Raises WidenError where
+    no order fits, or several do."""
     if any(group.names is not None for group in state.groups):
-        return _by_names(state, narrow, wide)
+        return _by_names(state, narrow, wide, sources)
     fitting: list[Numbered] = []
     faults: list[str] = []
-    for (told, groups), (_, others) in zip(narrow.groupings(), wide.groupings(), strict=False):
+    for (told, groups), (_, others) in zip(narrow.groupings(), wide.groupings(), strict=True):
         fault = _unfit(state, groups, narrow)
         if fault:
             faults.append(f"{told} has {fault}")
-        else:
+        elif Numbered(groups, others) not in fitting:
             fitting.append(Numbered(groups, others))
     if len(fitting) == 1:
         return fitting[0]
@@ -96,22 +94,40 @@ def _unfit(state: OptimizerState, groups: tuple[tuple[str, ...], ...], order: Or
     return ""
 
 
-def _by_names(state: OptimizerState, narrow: Order, wide: Order) -> Numbered:
-    """By the names that the file itself has."""
+def _by_names(state: OptimizerState, narrow: Order, wide: Order, sources: Mapping[str, str]) -> Numbered:
+    """By the names that the file itself has: a wide parameter is in the group of the one it is made of, and has its rank there."""
     if any(group.names is None for group in state.groups):
         raise WidenError(f"{state.name}: some of its groups have names of parameters (param_names) and some have none")
     groups = tuple(group.names or () for group in state.groups)
     unknown = [name for group in groups for name in group if name not in narrow.names]
     if unknown:
-        shown = ", ".join(f"'{printable(name)}'" for name in unknown[:SHOWN]) + (" ..." if unknown[SHOWN:] else "")
-        raise WidenError(f"{state.name}: names parameters that {narrow.kind} has not: {shown}")
-    if narrow.names.keys() != wide.names.keys():
-        raise WidenError(
-            f"{state.name}: names its parameters, and the wide model has others (--untie); leave --optimizer or --untie out"
-        )
+        raise WidenError(f"{state.name}: names parameters that {narrow.kind} has not: {_listed(unknown)}")
     if fault := _unfit(state, groups, narrow):
         raise WidenError(f"{state.name}: {narrow.kind} has {fault}")
-    return Numbered(groups, groups)
+    if narrow.names.keys() == wide.names.keys():
+        return Numbered(groups, groups)
+    rank = {name: number for number, name in enumerate(narrow.names)}
+    if any(list(group) != sorted(group, key=rank.__getitem__) for group in groups):
+        raise WidenError(
+            f"{state.name}: names its parameters in an order of their own, which says nothing of those that are new; save the "
+            f"state of an optimizer that has each group in the order of {narrow.kind}'s parameters"
+        )
+    group_of = {name: number for number, group in enumerate(groups) for name in group}
+    placed: list[list[str]] = [[] for _ in groups]
+    alone = [name for name in wide.names if name not in sources]
+    if alone:
+        raise WidenError(
+            f"{state.name}: names its parameters, and no old one tells the group of {_listed(alone)}; save it without names "
+            "(an optimizer made of model.parameters()), or leave --optimizer out"
+        )
+    for name in wide.names:
+        if sources[name] in group_of:
+            placed[group_of[sources[name]]].append(name)
+    return Numbered(groups, tuple(map(tuple, placed)))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"'{printable(name)}'" for name in names[:SHOWN]) + (" ..." if names[SHOWN:] else "")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

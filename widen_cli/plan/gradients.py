@@ -18,7 +18,7 @@ uneven; what fills a size that is no multiple is no copy. There nothing follows 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,11 +53,17 @@ class Share:
     """Which copies of a space have a gradient: along the axes around its own, and along its own.
 
     EVEN: all alike; FIRST: the first alone, the others none; BESIDE: the first, and the others one that is not known;
-    UNEVEN: nothing is known.
+    UNEVEN: nothing is known; "": nothing is known yet.
     """
 
     outer: str = EVEN
     own: str = EVEN
+
+    @classmethod
+    def joined(cls, uses: Collection[Share]) -> Share:
+        """That of a space that is used in all of these ways; "" where of none anything is known."""
+        parts = [{getattr(use, part) for use in uses} - {""} for part in ("outer", "own")]
+        return cls(*(next(iter(found), "") if len(found) <= 1 else UNEVEN for found in parts))
 
 
 class GradientBuilder(TreeBuilder):
@@ -162,14 +168,32 @@ class GradientBuilder(TreeBuilder):
 
     def share(self, name: str) -> Share:
         """Which copies of a space have a gradient, told by all that uses it."""
-        if name not in self.shares:
-            self.shares[name] = Share()  # of a space that is made of itself, as a stream that passes norms
-            uses = self.uses(name)
-            outer, own = ({getattr(use, part) for use in uses} for part in ("outer", "own"))
-            self.shares[name] = Share(*(found.pop() if len(found) == 1 else UNEVEN for found in (outer, own)))
-        return self.shares[name]
+        self.assumed(name)
+        before: dict[str, Share] = {}
+        # Spaces are made of each other in circles, as a stream that passes norms: from nothing on, until no use adds to it.
+        while before != self.shares:
+            before = dict(self.shares)
+            for each in before:
+                self.shares[each] = Share.joined(self.uses(each))
+        found = self.shares[name]
+        return Share(found.outer or EVEN, found.own or EVEN)
+
+    def assumed(self, name: str) -> Share:
+        """What is known of a space so far."""
+        return self.shares.setdefault(name, Share("", ""))
 
     def uses(self, name: str) -> set[Share]:
+        found = self.told_uses(name)
+        architecture = self.sizes.architecture
+        if found or name in (*architecture.output, *architecture.outputs.values()):
+            return found or {Share()}
+        # No rule says where it goes, as of a sum that becomes the stream: it may be to any other space of its size.
+        size = self.sizes.size(name)
+        others = sorted(other for other in self.spaces.present() if other != name and self.sizes.size(other) == size)
+        return {self.assumed(other) for other in others if size is not None and self.told_uses(other)} or {Share()}
+
+    def told_uses(self, name: str) -> set[Share]:
+        """How rules and formulas say that a space is used."""
         found: set[Share] = set()
         if any(name == read for rule in self.spaces.rules for read, _ in self.spaces.carriers(rule, "in")):
             found.add(Share(FIRST, FIRST) if name in self.silent else Share())
@@ -184,8 +208,8 @@ class GradientBuilder(TreeBuilder):
             ):
                 found.add(self.in_attention(name))
             elif made != name:
-                found.add(self.share(made))
-        return found or {Share()}
+                found.add(self.assumed(made))
+        return found
 
     def meets(self, tree: ast.expr, name: str) -> bool:
         """Whether a formula takes q.k of a space."""
@@ -206,7 +230,7 @@ class GradientBuilder(TreeBuilder):
 
     def through_norm(self, made: str) -> Share:
         """A norm takes the mean over its axis, so all copies have a gradient, and one that is alike only if theirs behind it is."""
-        behind = self.share(made)
+        behind = self.assumed(made)
         over = {
             name
             for rule in self.spaces.rules
@@ -215,8 +239,8 @@ class GradientBuilder(TreeBuilder):
             for name in path
         }
         together = any(self.factor(name) != 1 for name in over - {made})
-        outer = UNEVEN if together and behind.outer != EVEN else behind.outer
-        return Share(outer, EVEN if behind.own == EVEN else UNEVEN)
+        outer = UNEVEN if together and behind.outer not in ("", EVEN) else behind.outer
+        return Share(outer, behind.own if behind.own in ("", EVEN) else UNEVEN)
 
     # The trees.
 

@@ -182,10 +182,19 @@ class _Planner:
 
     def gradients(self, mode: str, scales: dict[str, Any], layout: str) -> dict[str, Gradient]:
         """What becomes of every matched tensor's gradient."""
-        builder = GradientBuilder(
-            self.sizes, self.growth.factors, scales, self.spaces, MODES[mode], layout, self.rotary, self.filling
-        )
-        return {item.tensor.name: builder.gradient(item, self.match) for item in self.match.matched}
+        builders: dict[int | None, GradientBuilder] = {}
+        found: dict[str, Gradient] = {}
+        for item in self.match.matched:
+            layer = item.layer(self.architecture) if self.layered else None
+            if layer not in builders:
+                sizes = self.sizes.at(layer)
+                own = {axis: each[layer] for axis, each in self.layered.items()} if layer is not None else {}
+                factors = {**self.growth.factors, **own}
+                builders[layer] = GradientBuilder(
+                    sizes, factors, scales, self.spaces, MODES[mode], layout, self.rotary, self.filling
+                )
+            found[item.tensor.name] = builders[layer].gradient(item, self.match)
+        return found
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
         """The tensors' plans, with copies laid as was asked for or as quantised blocks allow."""

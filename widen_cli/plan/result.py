@@ -184,17 +184,22 @@ class ConfigChange:
     exactness: str
 
 
+NEW_EXPERTS = "experts and their routers are new"
+
+
 @dataclass(frozen=True)
 class Gradient:
     """What becomes of a tensor's gradient: a tree of factors for each stored dimension, zeros where there is none.
 
     Of `unknown` entries the zeros say only that nothing follows from the narrow gradient; `reason` is why nothing does of any.
+    `origin` is the narrow tensor that it comes from, where that is called otherwise.
     """
 
     growth: tuple[Growth, ...] = ()
     scale: Scale = ONE
     unknown: int = 0
     reason: str = ""
+    origin: str = ""
 
 
 @dataclass(frozen=True)

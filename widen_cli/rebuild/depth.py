@@ -263,7 +263,7 @@ class _Deep:
         for number, slot in enumerate(self.slots):
             if slot.source == layer:
                 item = self.silent.get(name) if slot.passes else None
-                yield Piece(f"{name[:start]}{number}{name[stop:]}", piece.stored, item)
+                yield Piece(f"{name[:start]}{number}{name[stop:]}", piece.stored, item, slot.passes)
 
     @property
     def restacked(self) -> Restacked:

@@ -19,6 +19,7 @@ from widen_cli.maps import catalog_map, load_map, map_from_text
 from widen_cli.options import Options
 from widen_cli.plan.checks import check_input
 from widen_cli.plan.match import match_tensors
+from widen_cli.plan.result import NEW_EXPERTS, Gradient
 from widen_cli.plan.sizes import Sizes
 from widen_cli.rebuild.dense_config import changed_values, refused
 from widen_cli.rebuild.experts import ExpertTensors
@@ -31,13 +32,19 @@ DEVIATION = 0.02  # of a router's weights, where the config has no initializer_r
 
 @dataclass(frozen=True)
 class Upcycled:
-    """A checkpoint of experts, the map it goes by, the factors on slices, and what is to be said of it."""
+    """A checkpoint of experts, the map it goes by, the factors on slices, what is to be said of it, and the names that were dense."""
 
     checkpoint: Checkpoint
     architecture: ArchitectureMap
     times: dict[str, Scale]
     kind: str
     note: str
+    kept: frozenset[str]
+
+    def gradient(self, name: str, gradient: Gradient) -> Gradient:
+        """What becomes of a tensor's gradient. Tokens choose between experts, so those of experts do not follow from the dense
+        layer's; what is around them has the gradients that it had: the router's weights sum to 1 over experts that are alike."""
+        return gradient if name in self.kept else Gradient(reason=NEW_EXPERTS)
 
 
 def upcycled(options: Options, checkpoint: Checkpoint, choice: Choice) -> Upcycled:
@@ -83,7 +90,8 @@ def upcycled(options: Options, checkpoint: Checkpoint, choice: Choice) -> Upcycl
     )
     stored_tensors = checkpoint.stored or checkpoint.tensors
     new = replace(new, tensors=experts.tensors, stored=stored_tensors)
-    return Upcycled(new, target, experts.times, kind, note)
+    kept = frozenset(tensor.name for tensor in checkpoint.tensors)
+    return Upcycled(new, target, experts.times, kind, note, kept)
 
 
 def _check_kind(checkpoint: Checkpoint, choice: Choice, file: str) -> None:

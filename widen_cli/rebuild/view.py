@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.plan import Plan
-from widen_cli.plan.result import ConfigChange
+from widen_cli.plan.result import ConfigChange, Gradient
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.views import FilledSource, Shared, ViewSource, Window
+
+NEW_LAYERS = "layers that pass the stream on as it is are new"
 
 
 @dataclass(frozen=True)
 class Piece:
     """A tensor of the rebuilt model: its name, and the stored tensor whose type, shape and bytes it has.
 
-    `item`: it holds these bytes over and over in place of the stored ones.
+    `item`: it holds these bytes over and over in place of the stored ones. `new`: it stands in a layer that there was not.
     """
 
     name: str
     stored: StoredTensor
     item: bytes | None = None
+    new: bool = False
 
     def tensor(self, shared: Shared) -> StoredTensor:
         """The piece as if it had been stored; `shared` are the stored bytes, for as many pieces as take them."""
@@ -103,7 +107,20 @@ class View:
             },
             notes=(*self.notes, *plan.notes),
             warnings=(*self.warnings, *plan.warnings),
+            gradients={name: self.gradient(name, gradient) for name, gradient in plan.gradients.items()},
         )
+
+    def gradient(self, name: str, gradient: Gradient) -> Gradient:
+        """What becomes of a tensor's gradient: an old layer's is that of the layer it was, since the stream stays as it is."""
+        piece = self.named.get(name)
+        if piece is None:
+            return gradient
+        reason = NEW_LAYERS if piece.new else gradient.reason
+        return replace(gradient, reason=reason, origin=piece.stored.name)
+
+    @cached_property
+    def named(self) -> Mapping[str, Piece]:
+        return {piece.name: piece for piece in self.pieces}
 
 
 def _joined(first: Sequence[ConfigChange], then: Sequence[ConfigChange]) -> tuple[ConfigChange, ...]:
