@@ -268,6 +268,19 @@ def test_parameters_are_counted_as_the_library_counts(variant: str, narrow: Mode
     assert run("verify", source, tmp_path / "wide").exit_code == 0
 
 
+def test_experts_are_counted(narrow: Models, tmp_path: Path) -> None:
+    result = run(narrow.of("llama"), tmp_path / "wide", "--target-params", "200000", "--experts", "4", "--depth", "+1")
+    assert result.exit_code == 0, result.stderr
+    assert f"to {library_count(tmp_path / 'wide')} parameters" in result.stderr
+
+
+def test_growth_in_some_layers_is_not_counted(narrow: Models, tmp_path: Path) -> None:
+    result = run(narrow.of("llama"), tmp_path / "wide", "--target-params", "200000", "--grow", "intermediate=2x@0")
+    assert result.exit_code == 1
+    fault = "--target-params: does not count what grows in some layers only; leave --grow intermediate=2@0 out"
+    assert fault in result.stderr
+
+
 def test_a_dry_run_lists_the_nearest_growths(narrow: Models, tmp_path: Path) -> None:
     source = narrow.of("llama")
     listed = run(source, "--dry-run", "--target-params", "0.5M").stdout.splitlines()

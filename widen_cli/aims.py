@@ -21,7 +21,7 @@ from widen_cli.plan.parameters import Parameters
 from widen_cli.plan.sizes import resolve_sizes
 from widen_cli.plan.wishes import wished
 from widen_cli.proposals import Proposals, parse_params, propose
-from widen_cli.rebuild import deepened, refuse_depth
+from widen_cli.rebuild import deepened, refuse_depth, refuse_experts, upcycled
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,11 @@ def aimed(options: Options, checkpoint: Checkpoint, request: PlanRequest) -> tup
         if options.base is not None:
             model = open_checkpoint(options.base, options.config, request.settings, options.strip_prefix)
             opened.callback(model.close)
-        choice = choose_map(model, options.map)
-        narrow = _Narrow(_with_depth(options, model, choice), choice, request)
+        narrow = _rebuilt(options, model, choose_map(model, options.map), request)
         grow, layers = parse_growth(options.grow) if options.grow is not None else ({}, ())
+        if layers and options.target_params is not None:
+            told = ",".join(map(str, layers))
+            raise WidenError(f"--target-params: does not count what grows in some layers only; leave --grow {told} out")
         asked = wished(narrow.architecture, narrow.sizes, grow)
         fixed = {axis: Fraction(ratio) for axis, ratio in asked.items()}
         found = _like(options, narrow, fixed) if options.like is not None else _sized(options, narrow, fixed)
@@ -61,12 +63,18 @@ def aimed(options: Options, checkpoint: Checkpoint, request: PlanRequest) -> tup
         return replace(options, like=None, target_params=None, grow=",".join(said)), aim
 
 
-def _with_depth(options: Options, model: Checkpoint, choice: Choice) -> Checkpoint:
-    """The model with the layers that --depth gives it: what grows, and is counted."""
+def _rebuilt(options: Options, model: Checkpoint, choice: Choice, request: PlanRequest) -> _Narrow:
+    """The model with the layers and the experts that it is given, whose axes grow and whose parameters are counted."""
+    refuse_experts(options)
     refuse_depth(options)
     model = replace(model, config=model.config.within(choice.section))
     view = deepened(model, choice.architecture, choice.root, options.depth, options.allow_approximate)
-    return view.of(model) if view is not None else model
+    model = view.of(model) if view is not None else model
+    if options.experts is not None:
+        made = upcycled(options, model, choice)
+        model = view.counted(made.checkpoint) if view is not None else made.checkpoint
+        choice, request = replace(choice, architecture=made.architecture), replace(request, times=made.times)
+    return _Narrow(model, choice, request)
 
 
 def _check_said(options: Options) -> None:
