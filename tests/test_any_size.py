@@ -81,6 +81,8 @@ CASES = [
     ("gpt_neox", "hidden=4/3,intermediate=71/50", "copy", "random"),
     ("opt", "hidden=4/3", "copy", "copy"),  # an epsilon in the code, so that the stream is scaled
     ("pegasus", "hidden=4/3", "copy", "copy"),  # two streams, sums of words and positions
+    ("pegasus_scaled", "hidden=4/3", "copy", "copy"),  # words times the root of a size, which is no space
+    ("pegasus_decoder", "hidden=5/2", "quiet", "copy"),
     ("cohere2", "hidden=4/3,heads=4/3,kv_heads=4/3", "copy", "copy"),  # LayerNorms without biases
     ("bert_mlm", "intermediate=71/50", "copy", "copy"),
     ("bert_mlm", "hidden=2,heads=4/3", "copy", "random"),  # head sizes 12 to 18, without rotary positions

@@ -21,7 +21,8 @@ from widen_cli.plan.parameters import Parameters
 from widen_cli.plan.sizes import resolve_sizes
 from widen_cli.plan.wishes import wished
 from widen_cli.proposals import Proposals, parse_params, propose
-from widen_cli.rebuild import deepened, refuse_depth, refuse_experts, upcycled
+from widen_cli.rebuild import deepened, refuse_depth, refuse_experts
+from widen_cli.rebuild.upcycle import upcycled
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,13 @@ class Filling:
         return False
 
     def words(self, node: ast.expr) -> list[str]:
-        """The spaces in an expression, but for those of branches that are not taken."""
+        """The spaces in an expression, but for those of branches that are not taken; a root is of a size."""
+        roots = [part for part in ast.walk(node) if isinstance(part, ast.Call) and dotted(part.func) == "sqrt"]
+        sizes = [inner for root in roots for inner in ast.walk(root)]
         names = (
-            dotted(part) for part in taken(node, self.spaces.condition) if isinstance(part, ast.Name | ast.Attribute)
+            dotted(part)
+            for part in taken(node, self.spaces.condition)
+            if isinstance(part, ast.Name | ast.Attribute) and part not in sizes
         )
         return [name for name in names if name in self.architecture.spaces or name in self.architecture.axes]
 
