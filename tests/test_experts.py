@@ -309,10 +309,13 @@ _NO_BIAS = (
         ),
         (
             "qwen2",
-            {"experts": 4, "upcycle": "mixtrl"},
-            [
-                "--upcycle mixtrl: is nothing that a dense 'qwen2' can become (did you mean 'mixtral'?); it can become qwen2_moe"
-            ],
+            {"experts": 4, "upcycle": "qwen_moe"},
+            ["--upcycle qwen_moe: is nothing that a dense 'qwen2' can become (did you mean 'qwen2_moe'?); it can become qwen2_moe"],
+        ),
+        (
+            "qwen2",
+            {"experts": 4, "upcycle": "mixtral"},
+            ["--upcycle mixtral: is nothing that a dense 'qwen2' can become; it can become qwen2_moe"],
         ),
         (
             "llama",

@@ -56,6 +56,7 @@ def trained(folder: Path, batches: int = 3) -> tuple[Any, torch.optim.Optimizer]
     """A folder's model in float64 throughout and the optimizer after some batches at a learning rate of 0."""
     with models.Float64Throughout():
         model = models.load(folder, torch.float64)
+        model.config._experts_implementation = "eager"
         optimizer = torch.optim.AdamW(groups_of(model), lr=0.0)
         inputs = models.fixed_inputs(model.config)
         labels = inputs["input_ids"] if "Causal" in type(model).__name__ or "LMHead" in type(model).__name__ else None
@@ -136,6 +137,8 @@ CASES = [
     ("gemma3n_text", "--grow=intermediate=2@1", "copy", ()),
     ("llama_mha", "--depth=2x --grow=hidden=2x", "copy", None),
     ("llama_mha", "--factor=2 --split=even", "copy", ()),
+    ("llama_mha", "--experts=4 --grow=hidden=2x", "quiet", ("experts", "gate")),
+    ("qwen3", "--experts=6 --slices=2 --depth=+1", "copy", None),
 ]
 
 
@@ -162,7 +165,8 @@ def test_moments_are_those_of_the_wide_model(
                 own[name][key] = own[name][key].where(entry[key] != 0, 0.0)
     if "--depth" in growth:
         # New layers alone begin anew.
-        assert {name.split(".")[2] for name in missing} == {"1", "3"}
+        anew_in = {"1", "3"} if "--experts" not in growth else {"0", "1", "2"}
+        assert {name.split(".")[2] for name in missing} == anew_in
     assert largest_error(grown, own) < 1e-10
     assert all(entry["step"] == 3 for entry in grown.values())
 

@@ -254,6 +254,11 @@ def test_what_a_config_ties_together_cannot_be_torn_apart(grow: str) -> None:
             "kv_heads, head_dim",
         ),
         (
+            "num_attention_heads=12",
+            "--grow num_attention_heads: map 'llama' has no such axis (did you mean 'heads'?); it has hidden, intermediate, "
+            "heads, kv_heads, head_dim",
+        ),
+        (
             "vocab=2",
             "--grow vocab: 'vocab' is only padded, to less than twice its size; these can grow: hidden, intermediate, heads, "
             "kv_heads, head_dim",

@@ -206,7 +206,8 @@ def test_an_adapter_on_both_bases(tmp_path: Path) -> None:
     asked = (adapter, tmp_path / "wide_adapter", "--base", base)
     result = verify(*asked)
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[1:] == [
+    # Before all bytes are compared.
+    assert result.stderr.splitlines() == [
         f"{tmp_path / 'wide_adapter'}: an adapter runs on its base; name the wide one with --wide-base"
     ]
     (found,) = figures(verify(*asked, "--wide-base", tmp_path / "wide", "--json"))
@@ -327,9 +328,7 @@ def test_a_runtime_that_is_not_installed(
     monkeypatch.setattr(child.importlib.util, "find_spec", lambda name: None if name in missing else found(name))
     result = verify(narrow, wide)
     assert result.exit_code == 1
-    verified, refused = result.stderr.splitlines()
-    assert verified.startswith(f"{wide}: verified: ")
-    assert refused == f"--run: runs the models in {text}; pip install 'widen-ckpt[verify]'"
+    assert result.stderr == f"--run: runs the models in {text}; pip install 'widen-ckpt[verify]'\n"
 
 
 @pytest.mark.usefixtures("here")

@@ -312,7 +312,18 @@ def test_blocks_of_rows_are_drawn_as_one(monkeypatch: pytest.MonkeyPatch, root: 
     assert one == many
 
 
-# Refusals.
+# Warnings and refusals.
+
+
+def test_noise_as_loud_as_the_weights_is_warned_of(tmp_path: Path) -> None:
+    source = models.save("llama_mha", tmp_path / "in", torch.float32)
+    told = command(source, tmp_path / "wide", "--noise", "0.01")
+    assert told.exit_code == 0
+    assert (
+        "warning: --noise 0.01: is counted in decibels, and from 0 on it is as loud as what it is added to; -30 is a thirtieth "
+        "of that\n" in told.stderr
+    )
+    assert "decibels" not in command(source, tmp_path / "other", "--noise", "-30").stderr
 
 
 def test_quantised_blocks_cannot_be_split(tmp_path: Path) -> None:
@@ -322,8 +333,8 @@ def test_quantised_blocks_cannot_be_split(tmp_path: Path) -> None:
     told = command(source, tmp_path / "wide.gguf", "--split", "uneven")
     assert told.exit_code == 1
     assert (
-        "tensor 'blk.0.attn_q.weight' holds Q8_0 blocks, whose numbers share a scale, so --split uneven cannot split them one by "
-        "one; give --dequantize f32 or leave it out" in told.stderr
+        "tensor 'blk.0.attn_q.weight' and 6 more hold Q8_0 blocks, whose numbers share a scale, so --split uneven cannot split them "
+        "one by one; give --dequantize f32 or leave it out" in told.stderr
     )
     wide, back = tmp_path / "wide.gguf", tmp_path / "back.gguf"
     told = command(source, wide, "--split", "uneven", "--dequantize", "f32")

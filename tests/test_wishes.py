@@ -52,6 +52,9 @@ def ratios(text: str, of: Sizes | None = None) -> Mapping[str, Fraction | int]:
         ("kv_heads=3x", 9),
         ("kv_heads=+1", 4),
         ("kv_heads=17", 17),
+        ("kv_heads=to:4", 4),
+        ("kv_heads=to:3", 3),
+        ("hidden=to:4100:round:128", 4224),
         ("kv_heads=1x", 3),
         ("head_dim=128", 128),
     ],
@@ -68,8 +71,8 @@ def test_of_one_head_both_readings_are_one() -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("kv_heads=3", "can mean 3 kv_heads or 3 times as many; write kv_heads=3x for 9, or kv_heads=1x for 3"),
-        ("kv_heads=4", "can mean 4 kv_heads or 4 times as many; write kv_heads=4x for 12, or kv_heads=+1 for 4"),
+        ("kv_heads=3", "can mean 3 kv_heads or 3 times as many; write kv_heads=3x for 9, or kv_heads=to:3 for 3"),
+        ("kv_heads=4", "can mean 4 kv_heads or 4 times as many; write kv_heads=4x for 12, or kv_heads=to:4 for 4"),
         (
             "heads=24",
             "24 is less than the 32 there are, and nothing shrinks here; `widen-ckpt collapse` takes a growth back, and 24 times as "
@@ -79,7 +82,7 @@ def test_of_one_head_both_readings_are_one() -> None:
             "hidden=4000:round:8",
             "4000 is less than the 4096 there are, and nothing shrinks here; `widen-ckpt collapse` takes a growth back",
         ),
-        ("kv_heads=1.5x", "1.5 times 3 is 4.5, no whole number; write kv_heads=+2, or kv_heads=1.5x:round:1 for the next one"),
+        ("kv_heads=1.5x", "1.5 times 3 is 4.5, no whole number; write kv_heads=to:5, or kv_heads=1.5x:round:1 for the next one"),
         ("vocab=1.5x", "1.5 times 97 is 145.5, no whole number; write vocab=146, or vocab=1.5x:round:1 for the next one"),
         ("hidden=4/3x", "4/3 times 4096 is 16384/3, no whole number; write hidden=5462, or hidden=4/3x:round:1 for the next one"),
         ("hidden=65537x", "is 65537 times as many; 65536 is the largest factor"),
@@ -95,7 +98,7 @@ def test_what_cannot_be_meant(text: str, fault: str) -> None:
     "piece",
     ["hidden", "hidden=", "=2", "hidden=0", "hidden=-1", "hidden=two", "", "hidden=2;heads=2", "hidden=2 x", "hidden=3/0x",
      "hidden=+4x", "hidden=+0", "hidden=round:0", "hidden=round:", "hidden=2xround:4", "hidden=:round:4", "hidden=1e3",
-     "hidden=1.5.2", "hidden=4x8", "hidden=²"],
+     "hidden=1.5.2", "hidden=to:", "hidden=to:0", "hidden=to:2x", "hidden=to:1.5", "hidden=to:+4", "hidden=4x8", "hidden=²"],
 )  # fmt: skip
 def test_what_cannot_be_read(piece: str) -> None:
     with pytest.raises(WidenError) as caught:

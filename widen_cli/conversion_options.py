@@ -76,8 +76,8 @@ CONVERSION = (
         "--grow",
         callback=readable(parse_growth),
         metavar="AXIS=WISH,...",
-        help="Grow single axes, by a factor (hidden=2x, 1.5x), to a size (hidden=5120), by so many more (heads=+4) or to the "
-        "next multiple (intermediate=round:256, 2x:round:256). Say 2x or +4 where a small number could be a size or a factor. "
+        help="Grow single axes, by a factor (hidden=2x, 1.5x), to a size (hidden=5120, heads=to:12), by so many more (heads=+4) or "
+        "to the next multiple (intermediate=round:256, 2x:round:256). Say 2x or to:2 where a small number could be either. "
         "Without --factor the others stay. "
         "intermediate=2x@8-15 is for layers 8 to 15.",
     ),

@@ -13,13 +13,14 @@ import click
 from widen_cli.collapse import collapse
 from widen_cli.collapse.report import as_json as as_values
 from widen_cli.collapse.report import summary, table
+from widen_cli.commands.help import Sectioned
 from widen_cli.commands.options import bar, max_shard_size, options_of, settle_all, threads
 from widen_cli.conversion_options import conversion_options
 from widen_cli.output_checks import is_stream
 from widen_cli.shell import reporting
 
 
-@click.command("collapse")
+@click.command("collapse", cls=Sectioned)
 @click.argument("wide", metavar="WIDE")
 @click.argument("narrow", metavar="NARROW")
 @conversion_options

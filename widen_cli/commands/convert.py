@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from widen_cli.commands.help import Sectioned
 from widen_cli.commands.options import bar, max_shard_size, options_of, settle_all, threads
 from widen_cli.commands.verify import tell_verdict, verified
 from widen_cli.conversion_options import conversion_options, conversion_params
@@ -26,7 +27,7 @@ from widen_cli.shell import Terminated, reporting, tell
 from widen_cli.writing import run
 
 
-@click.command("convert")
+@click.command("convert", cls=Sectioned)
 @click.argument("paths", metavar="IN [OUT]", nargs=-1, required=True)
 @conversion_options
 @click.option("--into", metavar="FOLDER", help="Widen every path named, each under its own name in FOLDER.")

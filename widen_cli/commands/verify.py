@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from widen_cli.commands.help import Sectioned
 from widen_cli.commands.options import bar, options_of, settle_all, threads
 from widen_cli.conversion_options import conversion_options
 from widen_cli.errors import printable
@@ -19,7 +20,7 @@ from widen_cli.shell import FAULT_LINES, reporting
 from widen_cli.verification import NotRecordedError, Verification, verify
 
 
-@click.command("verify")
+@click.command("verify", cls=Sectioned)
 @click.argument("narrow", metavar="NARROW")
 @click.argument("wide", metavar="WIDE")
 @conversion_options
@@ -38,6 +39,10 @@ def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, q
     if asked is not None and is_stream(narrow):
         raise click.UsageError("--run reads NARROW again; name a file or a folder for it")
     settle_all(options, quiet, asked.wide_base if asked else None)
+    if asked is not None:
+        from widen_cli.running.both import check_runnable  # imported when used: other commands need none of it
+
+        check_runnable(options, asked)
     found = None
     try:
         found = verified(options, quiet)
@@ -58,7 +63,7 @@ def verify_command(narrow: str, wide: str, asked: Asked | None, as_json: bool, q
 
 
 def _ran(options: Options, asked: Asked, found: Verification | None) -> RunResult:
-    from widen_cli.running.both import run_both  # imported when used: other commands need none of it
+    from widen_cli.running.both import run_both
 
     return run_both(options, asked, Known(found.rounded, found.scales) if found else None)
 

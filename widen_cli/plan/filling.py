@@ -199,12 +199,12 @@ class Filling:
 
     # What cannot be.
 
-    def faults(self) -> Iterator[str]:
-        """Why axes cannot grow by the fractions that they are to grow by."""
-        for axis, partial in self.partials.items():
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """The axes that cannot grow by the fractions that they are to grow by, and why."""
+        for axis in self.partials:
             why = next(self.reasons(axis), None)
             if why is not None:
-                yield f"--grow {axis}={partial.ratio}: {why}"
+                yield axis, why
 
     def reasons(self, axis: str) -> Iterator[str]:
         architecture = self.architecture

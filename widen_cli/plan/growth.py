@@ -138,9 +138,10 @@ def check_asked(architecture: ArchitectureMap, asked: Mapping[str, Factor]) -> N
     faults = []
     for axis in asked:
         if axis not in architecture.axes:
+            keyed = [name for name in growing if axis in architecture.axes[name].keys]
+            near = did_you_mean(keyed[0] if keyed else axis, growing)
             faults.append(
-                f"--grow {axis}: map '{architecture.architecture}' has no such axis{did_you_mean(axis, growing)}; "
-                f"it has {', '.join(growing)}"
+                f"--grow {axis}: map '{architecture.architecture}' has no such axis{near}; it has {', '.join(growing)}"
             )
         elif axis not in growing and asked[axis] != 1 and not (architecture.axes[axis].padded and asked[axis] < 2):
             how = "is only padded, to less than twice its size" if architecture.axes[axis].padded else "cannot grow"

@@ -9,9 +9,10 @@ from typing import Any
 from widen_cli.config import ModelConfig
 from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.map_rules import OF_LAYERS, ArchitectureMap
-from widen_cli.plan.changes import ConfigChanges, wide_sizes
+from widen_cli.plan.changes import ConfigChanges
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.choice import Choice
+from widen_cli.plan.doubts import Doubts
 from widen_cli.plan.filling import Filling
 from widen_cli.plan.gradients import GradientBuilder
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
@@ -20,12 +21,11 @@ from widen_cli.plan.growth import growing_axes
 from widen_cli.plan.layer_growth import by_layer, layer_factors
 from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
 from widen_cli.plan.made import scaled_scalars, with_divisors, with_scalars
-from widen_cli.plan.match import Match, StoredHeader, match_tensors, surplus_layers
+from widen_cli.plan.match import Match, StoredHeader, match_tensors
 from widen_cli.plan.modes import MODES
 from widen_cli.plan.numbered import numbered_heads
 from widen_cli.plan.offers import NoScalingError, exact_alone, with_offer
 from widen_cli.plan.packed import NUMBERS, PackedWeight
-from widen_cli.plan.parallel import undivided
 from widen_cli.plan.partial import partial_output
 from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import Gradient, Plan, TensorPlan
@@ -39,7 +39,6 @@ from widen_cli.plan.sizes import Sizes, told_by_no_tensor
 from widen_cli.plan.spaces import SpaceScales
 from widen_cli.plan.splits import Ties, UnfitSplitError, with_split
 from widen_cli.plan.trees import TreeBuilder, UnfitTypeError, UnknownSizeError, unfilled
-from widen_cli.plan.undecided import by_class
 from widen_cli.plan.untie import untied
 from widen_cli.scales import ONE
 
@@ -100,9 +99,14 @@ class _Planner:
         self.spaces = SpaceScales(architecture, match, self.growth.factors, config, self.rotary, grown.partials)
         self.changes = ConfigChanges(sizes, self.growth.factors, self.spaces, config, request.types.dtype, layered)
         self.filling = Filling(architecture, self.spaces, grown.partials, request.fill)
-        if faults := [f"{self.file}: {fault}" for fault in self.filling.faults()]:
+        if faults := [f"{self.file}: {self.said(axis)}: {why}" for axis, why in self.filling.faults()]:
             raise WidenError(*faults)
         self.warnings: list[str] = []
+
+    def said(self, axis: str) -> str:
+        """What makes an axis grow, as it was written or as it follows."""
+        grows = f"{axis}={self.growth.factors[axis]}"
+        return f"--grow {grows}" if axis in self.request.grow else f"{grows}, which follows from what was asked for"
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
         if unmade := self.spaces.unmade():
@@ -117,7 +121,10 @@ class _Planner:
         arranged = self.arranged(tensors, mode, scales)
         config = self.changes.all(scales) + rotary_changes(self.architecture, self.config, self.rotary, self.pairs())
         config += share_changes(self.architecture, self.config, self.rotary, self.pairs())
-        self.warn()
+        doubts = Doubts(
+            self.match, self.sizes, self.spaces, self.growth.factors, self.rotary, self.config, self.request
+        )
+        self.warnings += doubts.lines()
         if not self.config.present and config:
             listed = ", ".join(f"{change.key} = {change.new}" for change in config)
             self.warnings.append(
@@ -228,6 +235,7 @@ class _Planner:
         grids = {grid.name for grid in self.match.grids.values()}
         planned: list[TensorPlan] = []
         unknown: dict[str, str] = {}
+        unsplit: dict[str, list[StoredHeader]] = {}
         unfit = Faults()
         tied = self.spaces.tied_names()
         for tensor in tensors:
@@ -244,10 +252,15 @@ class _Planner:
                     planned += self.with_grid(
                         with_split(made, item, self.request.split, tied, self.filling.without_copies)
                     )
-                except (UnfitTypeError, UnfitGridError, UnfitSplitError) as error:
+                except (UnfitTypeError, UnfitGridError) as error:
                     unfit.add(f"{self.file}: {error}")
+                except UnfitSplitError as error:
+                    unsplit.setdefault(str(error), []).append(tensor)
                 except UnknownSizeError as error:
                     unknown.update({axis: tensor.name for axis in error.axes if axis not in unknown})
+        for text, those in unsplit.items():
+            hold = "tensor '{}' holds" if len(those) == 1 else f"tensor '{{}}' and {len(those) - 1} more hold"
+            unfit.add(f"{self.file}: {hold.format(printable(those[0].name))} {text}")
         for text in unfilled(planned):
             unfit.add(f"{self.file}: {text}")
         if unfit.texts:
@@ -344,49 +357,3 @@ class _Planner:
         if self.request.split and note is None:
             self.warnings.append(f"{self.request.split}: no weight reads an axis that grows, so it has no effect")
         return [note] if note else []
-
-    def warn(self) -> None:
-        axes = self.architecture.axes
-        if self.request.gradients and any(axes[axis].padded and by != 1 for axis, by in self.growth.factors.items()):
-            self.warnings.append(
-                "--optimizer: a larger vocabulary adds to the sum under the softmax, so the gradients are those of another loss"
-            )
-        self.warnings += undivided(self.sizes, wide_sizes(self.sizes, self.growth.factors))
-        odd = [tensor for tensor in self.match.carried if tensor.shape and 0 not in tensor.shape]
-        plain = [tensor for tensor in self.match.carried if tensor not in odd]
-        for tensors, what in ((odd, "integers"), (plain, "scalars or empty")):
-            if tensors:
-                self.warnings.append(f"{self.file}: not in the map, copied unchanged ({what}): {_names(tensors)}")
-        if self.request.types.dtype and any(isinstance(item.tensor, PackedWeight) for item in self.match.matched):
-            self.warnings.append(
-                f"{self.file}: --dtype {self.request.types.dtype.name} leaves weights in MXFP4 blocks as they are; for numbers, {NUMBERS}"
-            )
-        if self.request.rope and self.rotary.factor == 1:
-            self.warnings.append(
-                f"--rope {self.request.rope}: no head grows, so it has no effect; --grow head_dim=N grows them"
-            )
-        if surplus := surplus_layers(self.architecture, self.match, self.config):
-            shown = ", ".join(printable(name) for name in surplus[:6]) + (" ..." if len(surplus) > 6 else "")
-            self.warnings.append(f"{self.file}: more than the config counts, widened all the same: {shown}")
-        if self.match.dropped:
-            self.warnings.append(
-                f"{self.file}: buffers that are computed anew when the model loads, left out: {_names(self.match.dropped)}"
-            )
-        for item in by_class(self.architecture, self.match, self.config):
-            self.warnings.append(
-                f"{self.file}: no config says the model's class, and '{printable(item.tensor.name)}' is taken as {item.rule.shape.text}"
-            )
-        for tie in self.spaces.ties:
-            if (
-                not self.config.present
-                and self.match.by_name(tie.tensor) is None
-                and self.spaces.tie_law(tie).power.spaces
-            ):
-                self.warnings.append(
-                    f"{self.file}: no config says so, but '{tie.tensor}' is not stored and is taken as tied to '{tie.to}'"
-                )
-
-
-def _names(tensors: Sequence[StoredHeader], limit: int = 6) -> str:
-    shown = ", ".join(printable(tensor.name) for tensor in tensors[:limit])
-    return shown + (f" and {len(tensors) - limit} more" if len(tensors) > limit else "")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from widen_cli.dimensions import Fill, Growth, Laid, Split
-from widen_cli.errors import printable
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import Matched
 from widen_cli.plan.result import TensorPlan
@@ -40,7 +39,7 @@ class Asked:
 
 
 class UnfitSplitError(Exception):
-    """A weight whose numbers cannot be split; the text says why."""
+    """A weight whose numbers cannot be split; the text says what it holds and why not, and is that of every such weight."""
 
 
 def with_split(
@@ -64,8 +63,7 @@ def with_split(
             else "save the model as numbers from transformers"
         )
         raise UnfitSplitError(
-            f"tensor '{printable(plan.source.name)}' holds {plan.dtype.name} blocks, whose numbers share a scale, so {asked} "
-            f"cannot split them one by one; {remedy} or leave it out"
+            f"{plan.dtype.name} blocks, whose numbers share a scale, so {asked} cannot split them one by one; {remedy} or leave it out"
         )
     growth = tuple(_shared(tree) if at == number else tree for at, tree in enumerate(plan.growth))
     return replace(plan, growth=growth, split=asked.of(plan.source.name, number))

@@ -14,16 +14,17 @@ from widen_cli.plan.growth import FACTOR_LIMIT, check_asked
 from widen_cli.plan.sizes import Sizes
 
 LARGEST_FACTOR = 16  # of a plain whole number; a larger one is a size
-EXAMPLES = "hidden=2x, hidden=5120, heads=+4, intermediate=round:256 or intermediate=1.5x:round:256"
-_WISH = re.compile(r"(\+?)([0-9]{1,9})(?:([./])([0-9]{1,9}))?(x?)")
+EXAMPLES = "hidden=2x, hidden=5120, heads=+4, heads=to:12, intermediate=round:256 or intermediate=1.5x:round:256"
+_WISH = re.compile(r"(\+|to:|)([0-9]{1,9})(?:([./])([0-9]{1,9}))?(x?)")
+_KINDS = {"+": "more", "to:": "size"}
 
 
 @dataclass(frozen=True)
 class Wish:
     """What is asked of one axis; `text` is how it was written.
 
-    `kind` says what `number` is: a `factor`, a count of `more`, or `plain`, which the present size decides. `multiple` is
-    what the new size is rounded up to.
+    `kind` says what `number` is: a `factor`, a count of `more`, a `size`, or `plain`, which the present size decides.
+    `multiple` is what the new size is rounded up to.
     """
 
     axis: str
@@ -49,7 +50,7 @@ class Wish:
         if size.denominator != 1:
             above = -(-size // 1)
             # A small number could be a factor too.
-            plain = above if above > LARGEST_FACTOR else f"+{above - present}"
+            plain = above if above > LARGEST_FACTOR else f"to:{above}"
             raise WidenError(
                 f"{here}: {_decimal(self.number)} times {present} is {_decimal(size)}, no whole number; write "
                 f"{self.axis}={plain}, or {self.axis}={self.text}:round:1 for the next one"
@@ -71,15 +72,14 @@ class Wish:
             return present * self.number
         if self.kind == "more":
             return present + self.number
-        if self.number > LARGEST_FACTOR or present == 1:
+        if self.kind == "size" or self.number > LARGEST_FACTOR or present == 1:
             return self.number
         if self.number < present:
             return present * self.number
         called = f"{self.number} {self.axis}" if self.axis.endswith("s") else f"{self.axis} {self.number}"
-        other = f"+{self.number - present}" if self.number > present else "1x"
         raise WidenError(
             f"{here}: can mean {called} or {self.number} times as many; write {self.axis}={self.number}x for "
-            f"{present * self.number}, or {self.axis}={other} for {self.number}"
+            f"{present * self.number}, or {self.axis}=to:{self.number} for {self.number}"
         )
 
     def _of_layers(self, here: str, layers: tuple[int, ...]) -> Fraction:
@@ -107,7 +107,7 @@ class Wish:
 
     def as_factor(self) -> Fraction | None:
         """The factor that it is whatever the present size; None where it is a size, or depends on one."""
-        if self.multiple or self.kind == "more" or (self.kind == "plain" and self.number > LARGEST_FACTOR):
+        if self.multiple or self.kind in ("more", "size") or (self.kind == "plain" and self.number > LARGEST_FACTOR):
             return None
         return self.number
 
@@ -143,13 +143,17 @@ def _read(axis: str, said: str) -> Wish | None:
     hit = _WISH.fullmatch(number)
     if hit is None or base == ":":
         return None
-    more, whole, mark, part, times = hit.groups()
-    if (more and (mark or times)) or (mark == "/" and int(part) == 0) or (not mark and not more and int(whole) == 0):
+    count, whole, mark, part, times = hit.groups()
+    if (
+        (count and (mark or times))
+        or (mark == "/" and int(part) == 0)
+        or (not mark and count != "+" and int(whole) == 0)
+    ):
         return None
-    if more and int(whole) == 0 and not colon:
+    if count == "+" and int(whole) == 0 and not colon:
         return None
     value = Fraction(f"{whole}{mark}{part}") if mark else Fraction(int(whole))
-    kind = "more" if more else "factor" if mark or times else "plain"
+    kind = _KINDS.get(count, "factor" if mark or times else "plain")
     return Wish(axis, said, kind, value, int(multiple) if colon else 0)
 
 

@@ -134,10 +134,9 @@ def _target(options: Options, source: ArchitectureMap, gguf: bool, file: str) ->
             f"{file}: --experts: no map says what a dense '{source.architecture}' becomes; those of {', '.join(families)} can "
             "be upcycled, and a map of your own can say it for others ('upcycle', docs/maps.md)"
         )
-    known = [name.removesuffix(".gguf") for name, _ in _rules(gguf)]
+    near = did_you_mean(options.upcycle, [name.removesuffix(".gguf") for name in fitting])
     raise WidenError(
-        f"--upcycle {printable(options.upcycle)}: is nothing that a dense '{source.architecture}' can become"
-        f"{did_you_mean(options.upcycle, known)}{can}"
+        f"--upcycle {printable(options.upcycle)}: is nothing that a dense '{source.architecture}' can become{near}{can}"
     )
 
 

@@ -11,17 +11,14 @@ from widen_cli.checkpoint import open_checkpoint
 from widen_cli.errors import WidenError, printable
 from widen_cli.gguf.header import GGUF_MAGIC
 from widen_cli.options import Options
+from widen_cli.running.child import need
 from widen_cli.running.result import Asked, Known, RunResult
 from widen_cli.running.with_llama_cpp import run_in_llama_cpp
 from widen_cli.running.with_transformers import run_in_transformers
 
 
-def run_both(options: Options, asked: Asked, known: Known | None) -> RunResult:
-    """Runs `options.input` and `options.output`, GGUFs in llama.cpp and others in transformers, and compares what they put out.
-
-    `known` is what is known of the wide model's making; without it every value may have been rounded. Raises WidenError
-    where a runtime is missing, or does not run one of them.
-    """
+def check_runnable(options: Options, asked: Asked) -> None:
+    """Raises WidenError where it is plain before any work that the models cannot be run: without a runtime, or a base."""
     if options.base is not None and asked.wide_base is None:
         raise WidenError(
             f"{printable(options.output)}: an adapter runs on its base; name the wide one with --wide-base"
@@ -31,7 +28,20 @@ def run_both(options: Options, asked: Asked, known: Known | None) -> RunResult:
         raise WidenError(
             f"{printable(options.output)}: --run compares two models of a kind, and one of these is a GGUF and the other is not"
         )
-    run = run_in_llama_cpp if gguf else run_in_transformers
+    if gguf:
+        need("llama.cpp", "xllamacpp")
+    else:
+        need("transformers", "torch", "transformers", *(["peft"] if options.base else []))
+
+
+def run_both(options: Options, asked: Asked, known: Known | None) -> RunResult:
+    """Runs `options.input` and `options.output`, GGUFs in llama.cpp and others in transformers, and compares what they put out.
+
+    `known` is what is known of the wide model's making; without it every value may have been rounded. Raises WidenError
+    where `check_runnable` does, or a runtime does not run one of them.
+    """
+    check_runnable(options, asked)
+    run = run_in_llama_cpp if _is_gguf(options.input) else run_in_transformers
     try:
         with tempfile.TemporaryDirectory(prefix="widen-run-") as folder:
             return run(options, asked, known or _unknown(options), Path(folder))

@@ -17,7 +17,7 @@ from widen_cli.gguf.header import read_gguf_header
 from widen_cli.gguf.model import part_names
 from widen_cli.options import Options
 from widen_cli.plan.result import HIDDEN_STATES
-from widen_cli.running.child import answer_of, need
+from widen_cli.running.child import answer_of
 from widen_cli.running.comparison import EMBEDDINGS, Outputs
 from widen_cli.running.judgement import bounds, disturbances, judged
 from widen_cli.running.result import ROUNDOFF, Asked, Known, Outcome, RunResult, roundoff_of
@@ -33,7 +33,6 @@ BLOCKS, FLOATS = 2.0**-8, 2.0**-20
 
 def run_in_llama_cpp(options: Options, asked: Asked, known: Known, folder: Path) -> RunResult:
     """Runs narrow and wide one after the other and compares them. Raises WidenError where one of them does not run."""
-    need("llama.cpp", "xllamacpp")
     if asked.dtype not in (None, "float32"):
         raise WidenError(f"--run-dtype {asked.dtype}: llama.cpp runs a GGUF as it is stored, or its numbers in float32")
     narrow, wide = Path(options.input), Path(options.output)

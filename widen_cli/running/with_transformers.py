@@ -10,7 +10,7 @@ from typing import Any
 from widen_cli.checkpoint import Checkpoint, open_checkpoint
 from widen_cli.errors import WidenError, printable
 from widen_cli.options import Options
-from widen_cli.running.child import answer_of, need
+from widen_cli.running.child import answer_of
 from widen_cli.running.result import Asked, Known, Outcome, RunResult, roundoff_of
 
 PICKLED = (".bin", ".pt", ".pth")
@@ -18,7 +18,6 @@ PICKLED = (".bin", ".pt", ".pth")
 
 def run_in_transformers(options: Options, asked: Asked, known: Known, folder: Path) -> RunResult:
     """Runs narrow and wide one after the other and compares them. Raises WidenError where one of them does not run."""
-    need("transformers", "torch", "transformers", *(["peft"] if options.base else []))
     kinds = set[str]()
     narrow = _place(options.base or options.input, options.config, folder / "narrow", kinds)
     if options.base is not None:
