@@ -185,7 +185,8 @@ class GradientBuilder(TreeBuilder):
     def uses(self, name: str) -> set[Share]:
         found = self.told_uses(name)
         architecture = self.sizes.architecture
-        if found or name in (*architecture.output, *architecture.outputs.values()):
+        others = (space for spaces in architecture.outputs.values() for space in spaces)
+        if found or name in (*architecture.output, *others):
             return found or {Share()}
         # No rule says where it goes, as of a sum that becomes the stream: it may be to any other space of its size.
         size = self.sizes.size(name)
@@ -220,13 +221,24 @@ class GradientBuilder(TreeBuilder):
 
     def in_attention(self, name: str) -> Share:
         """Heads that are not read get no gradient; along the axis that q.k sums over, it is the other side that counts."""
-        outer = FIRST if self.mode.silent_copies else EVEN
+        outer = self.heads_read()
         axis = self.sizes.axis_of(name)
         if axis is not None and axis.name in self.partials:
             return Share(outer, UNEVEN)
         if axis is not None and axis.name in self.rotary.once:
             return Share(outer, BESIDE if name in self.first else FIRST)
         return Share(outer, EVEN)
+
+    def heads_read(self) -> str:
+        """Which copies of heads are read by what comes behind attention; all, where a norm has made its values."""
+        heads = self.sizes.architecture.growth.heads
+        read = {
+            FIRST if space in self.silent else EVEN
+            for rule in self.spaces.rules
+            for space, path in self.spaces.carriers(rule, "in")
+            if any((axis := self.sizes.axis_of(part)) is not None and axis.name in heads for part in path[:-1])
+        }
+        return next(iter(read), FIRST if self.mode.silent_copies else EVEN) if len(read) < 2 else UNEVEN
 
     def through_norm(self, made: str) -> Share:
         """A norm takes the mean over its axis, so all copies have a gradient, and one that is alike only if theirs behind it is."""
