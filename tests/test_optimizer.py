@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import families_encoders
+import families_hybrids
 import families_llama
 import models
 import pytest
@@ -258,10 +259,12 @@ def test_a_mask_never_goes_where_something_else_is(tmp_path: Path) -> None:
         (families_encoders, "deberta-v2", "deberta"),
         (families_encoders, "bart", "bart"),
         (families_llama, "mixtral", "mixtral"),
+        (families_hybrids, "granitemoehybrid", "granitemoehybrid_dense"),
     ],
 )
 def test_gradients_are_what_the_plan_says(module: Any, family: str, variant: str, tmp_path: Path) -> None:
-    """Post-norm stacks read by first copies alone, whose embeddings no rule names as the stream; experts."""
+    """Post-norm stacks read by first copies alone, whose embeddings no rule names as the stream; experts;
+    steps of a scan, of which no rule says who reads them."""
     described = next(each for each in module.FAMILIES if each.name == family).variants[variant]
     found = checked(described, "factor=2", "quiet", tmp_path, {})
     assert found.known > 10

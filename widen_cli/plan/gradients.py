@@ -188,19 +188,22 @@ class GradientBuilder(TreeBuilder):
         others = (space for spaces in architecture.outputs.values() for space in spaces)
         if found or name in (*architecture.output, *others):
             return found or {Share()}
-        # No rule says where it goes, as of a sum that becomes the stream: it may be to any other space of its size.
-        size = self.sizes.size(name)
-        others = sorted(other for other in self.spaces.present() if other != name and self.sizes.size(other) == size)
-        return {self.assumed(other) for other in others if size is not None and self.told_uses(other)} or {Share()}
+        # No rule says where it goes, as of a sum that becomes the stream: it may be to any other space of its size, or,
+        # unless one lies on its axis, to none.
+        size, axis = self.sizes.size(name), self.sizes.axis_of(name)
+        others = sorted(other for other in self.spaces.present() - {name} if self.sizes.size(other) == size)
+        told = [other for other in others if size is not None and self.told_uses(other, without=name)]
+        found = {self.assumed(other) for other in told}
+        return found if any(self.sizes.axis_of(other) == axis for other in told) else {*found, Share()}
 
-    def told_uses(self, name: str) -> set[Share]:
-        """How rules and formulas say that a space is used."""
+    def told_uses(self, name: str, without: str = "") -> set[Share]:
+        """How rules and formulas say that a space is used, but for the formula of the one that is named."""
         found: set[Share] = set()
         if any(name == read for rule in self.spaces.rules for read, _ in self.spaces.carriers(rule, "in")):
             found.add(Share(FIRST, FIRST) if name in self.silent else Share())
         present = self.spaces.present()
         for made, space in self.sizes.architecture.spaces.items():
-            if space.formula is None or made not in present or name not in self.sources(made):
+            if space.formula is None or made not in present - {without} or name not in self.sources(made):
                 continue
             if is_norm(space.formula.tree):
                 found.add(Share() if made == name else self.through_norm(made))
