@@ -185,8 +185,8 @@ class GradientBuilder(TreeBuilder):
     def uses(self, name: str) -> set[Share]:
         found = self.told_uses(name)
         architecture = self.sizes.architecture
-        others = (space for spaces in architecture.outputs.values() for space in spaces)
-        if found or name in (*architecture.output, *others):
+        put_out = {space for spaces in architecture.outputs.values() for space in spaces}
+        if found or name in (*architecture.output, *put_out):
             return found or {Share()}
         # No rule says where it goes, as of a sum that becomes the stream: it may be to any other space of its size, or,
         # unless one lies on its axis, to none.
