@@ -125,7 +125,7 @@ def _taken(mask: str, options: Options, job: Job) -> str:
 def _with_optimizer(job: Job) -> Job:
     options = job.options
     require("--optimizer: asks transformers for the order of a model's parameters", "torch", "transformers")
-    configs = [_narrow_config(job), json.loads(job.config.to_bytes())]
+    configs = [_narrow_config(options), json.loads(job.config.to_bytes())]
     with tempfile.TemporaryDirectory() as folder:
         answer = json.loads(answer_of(CHILD, {"configs": configs}, Path(folder), job.checkpoint.name).read_text())
     narrow, wide = (Order.of(each, job.checkpoint.name) for each in answer)
@@ -150,12 +150,9 @@ def _with_optimizer(job: Job) -> Job:
     )
 
 
-def _narrow_config(job: Job) -> Any:
-    """The config of the model that the optimizer was made for; of one that became experts, as it stands in its folder."""
-    options = job.options
-    if job.plan.made_of:
-        return read_json(Path(options.config or Path(options.input, "config.json")), "a model's config")
-    return json.loads(job.checkpoint.found_config.to_bytes())
+def _narrow_config(options: Options) -> Any:
+    """The config of the model that the optimizer was made for, as it stands in its folder: layers and experts may be made since."""
+    return read_json(Path(options.config or Path(options.input, "config.json")), "a model's config")
 
 
 def _goes_along(path: Path) -> bool:
