@@ -5,6 +5,8 @@ A family stands in one of the modules `families_*.py`; test_families.py runs the
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -38,6 +40,13 @@ class Family:
             if key in self.refused:
                 return self.refused[key] or None
         return None
+
+
+def note(family: str, variant: str, mode: str, growth: str, dtype: str, found: float | None) -> None:
+    """Appends a result to the file that WIDEN_RESULTS names; architecture_table.py makes docs/architectures.md of it."""
+    if name := os.environ.get("WIDEN_RESULTS"):
+        with open(name, "a") as file:
+            file.write(json.dumps([family, variant, mode, growth, dtype, found]) + "\n")
 
 
 def larger_heads(*variants: str, mixed: str, tied: bool = False) -> dict[str, tuple[str, ...]]:

@@ -6,7 +6,6 @@ A float64 rounding is too small to see, so each law of a map has to hold to the 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from families import MODES, Family
+from families import MODES, Family, note
 from safetensors.torch import save_file
 
 from widen_cli.convert import prepare
@@ -119,13 +118,6 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Narrow:
     return Narrow(tmp_path_factory.mktemp("families"))
 
 
-def note(family: Family, variant: str, mode: str, growth: str, dtype: str, found: float | None) -> None:
-    """Appends a result to the file that WIDEN_RESULTS names; architecture_table.py makes docs/architectures.md of it."""
-    if name := os.environ.get("WIDEN_RESULTS"):
-        with open(name, "a") as file:
-            file.write(json.dumps([family.name, variant, mode, growth, dtype, found]) + "\n")
-
-
 def convert(source: Path, target: Path, growth: str, **options: str) -> Report:
     asked = {"factor": int(growth[7:])} if growth.startswith("factor=") else {"grow": models.by_factors(growth)}
     return run(prepare(Options(input=str(source), output=str(target), **asked, **options)), lambda nbytes: None)
@@ -152,7 +144,7 @@ def test_the_function_is_kept(
     source, target = narrow.folder(family.name, variant, torch.float64), tmp_path / "wide"
     word = family.refusal(variant, mode, growth)
     if word is not None:
-        note(family, variant, mode, growth, "float64", None)
+        note(family.name, variant, mode, growth, "float64", None)
         with pytest.raises(WidenError) as caught:
             convert(source, target, growth, scaling=mode)
         assert f"--scaling {mode}: not function-exact" in str(caught.value)
@@ -161,7 +153,7 @@ def test_the_function_is_kept(
         return
     report = convert(source, target, growth, scaling=mode)
     found = error(narrow, family, variant, torch.float64, report, target)
-    note(family, variant, mode, growth, "float64", found)
+    note(family.name, variant, mode, growth, "float64", found)
     assert found <= EXACT
 
 
@@ -172,7 +164,7 @@ def test_larger_heads_under_rotary_positions(
     source, target = narrow.folder(family.name, variant, torch.float64), tmp_path / "wide"
     report = convert(source, target, growth, scaling=mode, rope=way)
     found = error(narrow, family, variant, torch.float64, report, target)
-    note(family, variant, f"rope {way}", growth, "float64", found)
+    note(family.name, variant, f"rope {way}", growth, "float64", found)
     assert found <= EXACT
 
 
@@ -324,10 +316,10 @@ def test_float32_without_being_told_more(family: Family, narrow: Narrow, tmp_pat
             continue
         report = convert(source, target, "factor=2")
         found = error(narrow, family, variant, torch.float32, report, target)
-        note(family, variant, report.job.plan.mode, "factor=2", "float32", found)
+        note(family.name, variant, report.job.plan.mode, "factor=2", "float32", found)
         assert found <= 1e-4
     for variant, (growth, *_) in list(family.heads.items())[:1]:
         source, target = narrow.folder(family.name, variant, torch.float32), tmp_path / "heads"
         found = error(narrow, family, variant, torch.float32, convert(source, target, growth), target)
-        note(family, variant, "rope", growth, "float32", found)
+        note(family.name, variant, "rope", growth, "float32", found)
         assert found <= 1e-4

@@ -20,6 +20,7 @@ import families_older
 import models
 import pytest
 import torch
+from families import note
 from models import LLAMA, Variant
 from safetensors.torch import load_file
 from test_gguf_rotary import edited, filled, run_with, unscaled
@@ -102,8 +103,8 @@ OWN: dict[str, Variant] = {
 
 
 def variant_of(name: str) -> Variant:
-    if name in OWN:
-        return OWN[name]
+    if name in OWN or name in models.VARIANTS:
+        return OWN.get(name) or models.VARIANTS[name]
     return next(family.variants[name] for family in _FAMILIES.values() if name in family.variants)
 
 
@@ -176,6 +177,15 @@ def test_scaled_frequencies(narrow: Narrow, tmp_path: Path, name: str, way: str)
     grow = "hidden=3,head_dim=3" if name == "phi3_longrope" else "head_dim=3"
     job = widen(narrow(name), tmp_path / "wide", grow, rope=way)
     assert error(name, narrow(name), tmp_path / "wide", job) <= EXACT
+
+
+@pytest.mark.parametrize("way", ["theta", "spread", "frequencies"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_the_first_families(narrow: Narrow, tmp_path: Path, name: str, way: str) -> None:
+    job = widen(narrow(name), tmp_path / "wide", "hidden=2,head_dim=2", rope=way)
+    found = error(name, narrow(name), tmp_path / "wide", job)
+    note(name, name, f"rope {way}", "hidden=2,head_dim=2", "float64", found)
+    assert found <= EXACT
 
 
 def test_lists_grow_as_pairs_do(narrow: Narrow, tmp_path: Path) -> None:
