@@ -31,9 +31,9 @@ VARIANT = models.Variant("LlamaForCausalLM", {**_CONFIG, "hidden_size": 72})
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def quantised(folder: Path, seed: int = 0) -> Path:
+def quantised(folder: Path, seed: int = 0, variant: models.Variant = VARIANT) -> Path:
     """A llama whose linear weights are random FP8 with a grid of random scales, as DeepSeek's files have them."""
-    models.build(VARIANT).save_pretrained(folder)
+    models.build(variant).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
     for name in [name for name in tensors if name.split(".")[-2] in LINEAR]:

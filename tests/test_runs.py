@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import reference
 import test_adapters
+import test_fp8
 import test_gguf_real
 import tokenizers
 import torch
@@ -89,6 +90,7 @@ RUNS = {
     "llava": (torch.float32, {"logits"}),
     "gemma3_text": (torch.bfloat16, {"logits"}),
     "mamba": (torch.float32, {"logits"}),
+    "mixtral": (torch.float32, {"logits"}),
 }
 
 
@@ -104,6 +106,24 @@ def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
         # Bounds that would let a fault pass prove nothing; of Gemma, whose bfloat16 weights are rounded, they are wider.
         assert one["tolerance"] < (1 if name == "gemma3_text" else 1e-4)
         assert one["relative_difference"] <= one["tolerance"]
+
+
+@pytest.mark.usefixtures("here")
+def test_block_scaled_fp8(tmp_path: Path) -> None:
+    """transformers makes numbers of the blocks, where they fill the weights."""
+    whole = models.Variant("LlamaForCausalLM", {**test_fp8.VARIANT.config, "intermediate_size": 48})
+    test_fp8.quantised(tmp_path / "narrow", variant=whole)
+    widened(tmp_path / "narrow", tmp_path / "wide", "-qq")
+    (found,) = figures(verify(tmp_path / "narrow", tmp_path / "wide", "--json"))
+    assert found["relative_difference"] <= found["tolerance"] < 1e-4
+    test_fp8.quantised(tmp_path / "parts")
+    widened(tmp_path / "parts", tmp_path / "other", "-qq")
+    refused = verify(tmp_path / "parts", tmp_path / "other")
+    assert refused.exit_code == 1
+    assert refused.stderr.splitlines()[-1] == (
+        f"{tmp_path / 'parts'}: transformers does not load it: it makes numbers of FP8 blocks only where whole blocks fill a weight, "
+        "and 'model.layers.0.mlp.down_proj.weight' ends within one"
+    )
 
 
 @pytest.mark.usefixtures("here")

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
@@ -88,7 +89,10 @@ def _load(where: dict[str, Any], dtype: torch.dtype, notes: list[str]) -> Any:
             local_files_only=True, trust_remote_code=False,
         )  # fmt: skip
     except Exception as error:
-        raise RefusedError(f"{where['name']}: transformers does not load it: {_said(error)}") from error
+        why = _said(error)
+        if (part := _ends_within_a_block(where["folder"])) is not None:
+            why = f"it makes numbers of FP8 blocks only where whole blocks fill a weight, and '{part}' ends within one"
+        raise RefusedError(f"{where['name']}: transformers does not load it: {why}") from error
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
         raise RefusedError(
@@ -162,6 +166,22 @@ def _disturb(model: Any, roundoff: float, draw: int) -> None:
             for part in whole.view(-1).split(CHUNK) if whole.is_contiguous() else (whole,):
                 noise = torch.rand(part.shape, generator=generator, dtype=torch.float64) * 2 - 1
                 part.copy_(part * (1 + noise * roundoff))
+
+
+def _ends_within_a_block(folder: str) -> str | None:
+    """The first weight of which a block of scales covers a part alone."""
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safetensors.safe_open(file, "pt") as tensors:
+            sizes: dict[str, list[int]] = {
+                name: tensors.get_slice(name).get_shape()
+                for name in tensors.keys()  # noqa: SIM118
+            }
+        for name, shape in sorted(sizes.items()):
+            if any(
+                size % blocks for size, blocks in zip(shape, sizes.get(f"{name}_scale_inv", ()), strict=False) if blocks
+            ):
+                return name
+    return None
 
 
 def _said(error: Exception) -> str:
