@@ -68,10 +68,11 @@ class Case:
 FILE = Case("file", ("in.safetensors", "out.safetensors"), "out.safetensors")
 FOLDER = Case("folder", ("model", "out", "--max-shard-size", "2KB"), "out/model.safetensors.index.json")
 BESIDE = replace(FOLDER, name="folder and config", arguments=(*FOLDER.arguments, "--config-out", "out.config.json"))
+MASK = replace(FILE, name="file and mask", arguments=(*FILE.arguments, "--new-parameters", "out.new.safetensors"))
 PARTS = Case("parts", ("in.gguf", "out.gguf", "--max-shard-size", "120KB"), "out-00001-of-00003.gguf")
 CASES = {
     case.name: case
-    for plain in (FILE, FOLDER, BESIDE, PARTS)
+    for plain in (FILE, FOLDER, BESIDE, MASK, PARTS)
     for case in (plain, replace(plain, name=f"{plain.name} --force", old=(*plain.arguments, "--scaling", "sum")))
 }
 

@@ -47,6 +47,8 @@ def interrupt(case: str, how: str, *more: str) -> dict[str, Any]:
         ("parts --force", "kill", 40, 20),
         ("parts --force", "INT", 40, 15),
         ("folder and config --force", "kill --last 20", 20, 8),
+        ("file and mask", "power", 16, 0),
+        ("file and mask --force", "kill", 20, 0),
     ],
 )
 def test_every_step(case: str, how: str, least: int, resumed: int) -> None:
