@@ -23,7 +23,7 @@ import torch
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
 from widen_cli.options import Options
-from widen_cli.plan.planner import _Planner
+from widen_cli.plan.doubts import Doubts
 from widen_cli.writing import run
 
 MODULES = (families_encoders, families_llama, families_older, families_newer)
@@ -82,7 +82,7 @@ def test_no_other_function_in_silence(name: str, tmp_path: Path) -> None:
 
 
 def test_guard_sees_a_warning_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Planner, "warn", lambda self: None)
+    monkeypatch.setattr(Doubts, "without_config", lambda self: ())
     assert outcome(tmp_path, VARIANTS["gpt2_base"])[0] == "another, names fit"
 
 
