@@ -47,6 +47,7 @@ CASES = [
     ("gpt_neox", torch.float32, "hidden=4/3,intermediate=71/50", "copy", "random"),
     ("bert_mlm", torch.float32, "intermediate=71/50,vocab=128/97", "copy", "copy"),
     ("mixtral", torch.float32, "hidden=4/3", "copy", "copy"),
+    ("glm_base", torch.float32, "head_dim=4/3", "copy", "copy"),  # sizes that are made of sizes that are made
 ]
 
 
