@@ -28,6 +28,7 @@ _TOWER = {
 _CLIP = {**_TOWER, "model_type": "clip_vision_model", "projection_dim": 12}
 _SIGLIP = {**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 _PIXTRAL = {**_TOWER, "model_type": "pixtral", "head_dim": 8}
+_INTERN = {**_TOWER, "image_size": [12, 12], "patch_size": [6, 6], "model_type": "internvl_vision"}
 _LLAMA = {**LLAMA, "model_type": "llama", "bos_token_id": 1, "eos_token_id": 2}
 _GEMMA = {**_LLAMA, "head_dim": 10}
 _GEMMA3 = {**_GEMMA, "model_type": "gemma3_text", "query_pre_attn_scalar": 7, "sliding_window": 16}
@@ -199,12 +200,7 @@ FAMILIES: tuple[Family, ...] = (
                 "InternVLForConditionalGeneration",
                 {
                     "text_config": {**_LLAMA, "model_type": "qwen2"},
-                    "vision_config": {
-                        **_TOWER,
-                        "image_size": [12, 12],
-                        "patch_size": [6, 6],
-                        "model_type": "internvl_vision",
-                    },
+                    "vision_config": _INTERN,
                     "image_token_id": _IMAGE,
                 },
                 _seen(1, (BATCH, 3, 12, 12)),
@@ -213,12 +209,7 @@ FAMILIES: tuple[Family, ...] = (
                 "InternVLForConditionalGeneration",
                 {
                     "text_config": {**_LLAMA, "model_type": "qwen3", "head_dim": 10},
-                    "vision_config": {
-                        **_TOWER,
-                        "image_size": [12, 12],
-                        "patch_size": [6, 6],
-                        "model_type": "internvl_vision",
-                    },
+                    "vision_config": _INTERN,
                     "image_token_id": _IMAGE,
                 },
                 _seen(1, (BATCH, 3, 12, 12)),

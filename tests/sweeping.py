@@ -301,19 +301,24 @@ class Sweep:
         target = self.folder / "again"
         shutil.rmtree(target, ignore_errors=True)
         options = replace(options, output=str(target), max_shard_size="60KB")
-        written = 0
-
-        def progress(nbytes: int) -> None:
-            nonlocal written
-            written += nbytes
-            if written > 100_000:
-                raise KeyboardInterrupt
-
         try:
-            run(prepare(options), progress)
+            run(prepare(options), interrupted_after(100_000))
         except KeyboardInterrupt:
             run(prepare(replace(options, resume=True)), lambda nbytes: None)
         return [str(one) for one in verify(Options(options.input, str(target)), lambda nbytes: None).differences]
+
+
+def interrupted_after(limit: int) -> Callable[[int], None]:
+    """A run's progress, which is interrupted once more than so many bytes have been written."""
+    written = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        if written > limit:
+            raise KeyboardInterrupt
+
+    return progress
 
 
 def _said(options: Options) -> list[tuple[str, Any]]:

@@ -34,7 +34,7 @@ from widen_cli.draws import Draws
 from widen_cli.errors import WidenError
 from widen_cli.jobs import Report
 from widen_cli.options import Options
-from widen_cli.plan import filling, partial, trees
+from widen_cli.plan import filling, partial
 from widen_cli.scales import ONE
 from widen_cli.writing import run
 
@@ -148,7 +148,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "copies of heads not shared out": (
         "llama_gqa",
         GROUPS,
-        lambda patch: patch.setattr(trees, "times", lambda g, s: g),
+        lambda patch: patch.setattr(partial, "times", lambda g, s: g),
     ),
     "copies under a norm not made even": (
         "qwen3",

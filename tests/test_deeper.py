@@ -18,7 +18,7 @@ import sweeping_packed
 import torch
 from click.testing import CliRunner
 from llama_cpp import log_probabilities
-from sweeping import Sweep, trials
+from sweeping import Sweep, interrupted_after, trials
 from sweeping_gguf import GgufSweep
 from sweeping_packed import PackedSweep
 from test_depth import PROMPTS, deepen
@@ -179,16 +179,8 @@ def test_an_interrupted_run_of_both_goes_on(asked: dict[str, Any], tmp_path: Pat
     options = Options(
         str(tmp_path / "narrow"), str(tmp_path / "out"), depth=("2x",), max_shard_size="60KB", threads=1, **asked
     )
-    written = 0
-
-    def progress(nbytes: int) -> None:
-        nonlocal written
-        written += nbytes
-        if written > 300_000:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(prepare(options), progress)
+        run(prepare(options), interrupted_after(300_000))
     report = run(prepare(replace(options, resume=True)), lambda nbytes: None)
     assert report.notes[0].startswith("resumed: ")
     whole, out = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("whole", "out"))

@@ -22,6 +22,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from llama_cpp import log_probabilities
+from sweeping import interrupted_after
 from test_gguf_lossless import PROMPTS as SPOKEN
 from test_gguf_lossless import cut
 
@@ -322,16 +323,8 @@ def test_an_interrupted_run_goes_on_with_the_same_layers_only(narrow: Save, tmp_
     options = Options(
         str(narrow("llama_biases")), str(tmp_path / "deep"), depth=("2x",), max_shard_size="20KB", threads=1
     )
-    written = 0
-
-    def progress(nbytes: int) -> None:
-        nonlocal written
-        written += nbytes
-        if written > 100_000:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(prepare(options), progress)
+        run(prepare(options), interrupted_after(100_000))
     with pytest.raises(WidenError) as refused:
         prepare(replace(options, resume=True, depth=("+2@end",)))
     assert "was made with other options: --depth 2x --max-shard-size 20KB, where this run has --depth +2@end" in str(

@@ -21,8 +21,7 @@ from widen_cli.plan.parameters import Parameters
 from widen_cli.plan.sizes import resolve_sizes
 from widen_cli.plan.wishes import wished
 from widen_cli.proposals import Proposals, parse_params, propose
-from widen_cli.rebuild import deepened, refuse_depth, refuse_experts
-from widen_cli.rebuild.upcycle import upcycled
+from widen_cli.rebuild import made_anew, refuse_depth, refuse_experts
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,10 @@ def _rebuilt(options: Options, model: Checkpoint, choice: Choice, request: PlanR
     """The model with the layers and the experts that it is given, whose axes grow and whose parameters are counted."""
     refuse_experts(options)
     refuse_depth(options)
-    model = replace(model, config=model.config.within(choice.section))
-    view = deepened(model, choice.architecture, choice.root, options.depth, options.allow_approximate)
-    model = view.of(model) if view is not None else model
-    if options.experts is not None:
-        made = upcycled(options, model, choice)
-        model = view.counted(made.checkpoint) if view is not None else made.checkpoint
-        choice, request = replace(choice, architecture=made.architecture), replace(request, times=made.times)
-    return _Narrow(model, choice, request)
+    anew = made_anew(options, replace(model, config=model.config.within(choice.section)), choice, ())
+    if anew.experts is not None:
+        choice, request = replace(choice, architecture=anew.architecture), replace(request, times=anew.experts.times)
+    return _Narrow(anew.checkpoint, choice, request)
 
 
 def _check_said(options: Options) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Self
@@ -65,6 +65,11 @@ def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """The tail ` (did you mean 'x'?)` for the nearest known word that is alike enough, or an empty text."""
     near = get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" (did you mean '{printable(near[0])}'?)" if near else ""
+
+
+def first_of(texts: Sequence[str], limit: int) -> str:
+    """The first few of several texts, and how many more there are."""
+    return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
 
 
 def is_text(text: str) -> bool:

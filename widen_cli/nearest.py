@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 from functools import cache
 
 from widen_cli.config import ModelConfig
-from widen_cli.errors import Faults, WidenError, printable
+from widen_cli.errors import Faults, WidenError, first_of, printable
 from widen_cli.map_file import known_path, map_names, read_map_data
 from widen_cli.map_rules import ArchitectureMap, Axis, TensorRule, name_pattern
 from widen_cli.maps import catalog_map
@@ -370,6 +370,5 @@ def _listed(what: str, entries: Sequence[tuple[str, tuple[int, ...] | None]]) ->
     """One line for a kind of misfit, with the first few tensors."""
     if not entries:
         return []
-    shown = [printable(name) + (f" {list(shape)}" if shape is not None else "") for name, shape in entries[:SHOWN]]
-    more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
-    return [f"  {what}: {', '.join(shown)}{more}"]
+    shown = [printable(name) + (f" {list(shape)}" if shape is not None else "") for name, shape in entries]
+    return [f"  {what}: {first_of(shown, SHOWN)}"]

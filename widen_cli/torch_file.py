@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 
 from widen_cli.dtypes import STORED, DType
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, first_of, printable
 from widen_cli.safetensors_file import (
     AGAIN,
     FAULT_LIMIT,
@@ -216,17 +216,15 @@ def _state_dict(root: object, name: str) -> tuple[list[tuple[str, _Tensor]], lis
     left = others if pairs is root else [other for other, value in root if value is not pairs] + others
     warnings = [f"{name}: the tensors of {key} were taken"] if pairs is not root else []
     if left:
-        more = f" and {len(left) - FAULT_LIMIT} more" if len(left) > FAULT_LIMIT else ""
-        listed = ", ".join(map(_key, left[:FAULT_LIMIT]))
-        warnings.append(f"{name}: left out, being no tensors of the model: {listed}{more}")
+        listed = first_of([*map(_key, left)], FAULT_LIMIT)
+        warnings.append(f"{name}: left out, being no tensors of the model: {listed}")
     return named, warnings
 
 
 def _several(found: Sequence[tuple[str, PickledDict]], name: str) -> WidenError:
-    more = f" and {len(found) - FAULT_LIMIT} more" if len(found) > FAULT_LIMIT else ""
-    listed = ", ".join(f"{key} ({_tensors(_count(pairs))})" for key, pairs in found[:FAULT_LIMIT])
+    listed = first_of([f"{key} ({_tensors(_count(pairs))})" for key, pairs in found], FAULT_LIMIT)
     return WidenError(
-        f"{name}: holds several dicts of tensors: {listed}{more}; save the one to widen in a file of its own, "
+        f"{name}: holds several dicts of tensors: {listed}; save the one to widen in a file of its own, "
         f"as torch.save(torch.load(file)[{found[-1][0]}], other)"
     )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.collapse.fold import Fold
 from widen_cli.config import ModelConfig, parse_settings
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, first_of, printable
 from widen_cli.gguf.checkpoint import changed_metadata
 from widen_cli.map_choice import Choice
 from widen_cli.options import Options
@@ -55,9 +55,8 @@ def refuse_unmade(
         if made.stacks.get(pattern) != stack
     ]
     if foreign:
-        more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
         raise WidenError(
-            f"{printable(narrow.name)}: its record speaks of {', '.join(foreign[:SHOWN])}{more}, which making it anew "
+            f"{printable(narrow.name)}: its record speaks of {first_of(foreign, SHOWN)}, which making it anew "
             f"({_said(asked, layers)}) does not change so; give --record with the model as it was written then"
         )
 

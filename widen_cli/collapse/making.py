@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from widen_cli.checkpoint import Checkpoint, open_checkpoint
 from widen_cli.config import parse_settings
 from widen_cli.dtypes import STORED
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, first_of, printable
 from widen_cli.gguf.checkpoint import DESCRIBED, FILE_TYPE
 from widen_cli.options import Options
 from widen_cli.plan import Plan, PlanRequest
@@ -138,14 +138,9 @@ def refuse_foreign(wide: Checkpoint, was: Was, plan: Plan, others: Set[str]) -> 
     foreign += [f"tensor '{printable(name)}'" for name in was.made if name not in made]
     if foreign:
         raise WidenError(
-            f"{printable(wide.name)}: its record speaks of {_some(foreign)}, which widening a model of '{plan.architecture}' does not "
-            "change or make; say how it was made, such as --factor 2, or give --record with the model as it was written then"
+            f"{printable(wide.name)}: its record speaks of {first_of(foreign, 4)}, which widening a model of '{plan.architecture}' does "
+            "not change or make; say how it was made, such as --factor 2, or give --record with the model as it was written then"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    """A few of several names."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def kept_types(was: Was | None, options: Options) -> bool:

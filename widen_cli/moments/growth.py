@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from widen_cli.dimensions import raised
-from widen_cli.errors import WidenError, printable
+from widen_cli.errors import WidenError, first_of, printable
 from widen_cli.moments.orders import Numbered, Order, numbered
 from widen_cli.plan import Plan, TensorPlan
 from widen_cli.plan.gradients import first_copies
@@ -59,10 +59,9 @@ def grown_state(plan: Plan, state: OptimizerState, narrow: Order, wide: Order, c
         if found[name] is None and not plan.made_of
     ]
     if faults:
-        more = f" and {len(faults) - SHOWN} more" if faults[SHOWN:] else ""
         raise WidenError(
             f"{state.name}: --optimizer goes by names, and {wide.kind} has parameters that are no tensors of the checkpoint: "
-            f"{', '.join(faults[:SHOWN])}{more}; leave it out to begin with a new one"
+            f"{first_of(faults, SHOWN)}; leave it out to begin with a new one"
         )
     moments: list[Moment] = []
     origins: dict[int, int] = {}
@@ -152,5 +151,4 @@ def _counted(number: int, what: str) -> str:
 
 
 def _listed(patterns: list[str]) -> str:
-    names = list(dict.fromkeys(map(printable, patterns)))
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
+    return first_of(list(dict.fromkeys(map(printable, patterns))), SHOWN)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from widen_cli.config import ModelConfig
-from widen_cli.errors import printable
+from widen_cli.errors import first_of, printable
 from widen_cli.plan.changes import wide_sizes
 from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import Match, StoredHeader, surplus_layers
@@ -75,5 +75,4 @@ class Doubts:
 
 
 def _names(tensors: Sequence[StoredHeader], limit: int = 6) -> str:
-    shown = ", ".join(printable(tensor.name) for tensor in tensors[:limit])
-    return shown + (f" and {len(tensors) - limit} more" if len(tensors) > limit else "")
+    return first_of([printable(tensor.name) for tensor in tensors], limit)

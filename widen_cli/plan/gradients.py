@@ -18,18 +18,19 @@ uneven; what fills a size that is no multiple is no copy. There nothing follows 
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from widen_cli.dimensions import Fill, Growth, Laid, times
+from widen_cli.dimensions import Fill, Growth, Laid
 from widen_cli.formulas import dotted
 from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.filling import COPY, RANDOM, Filling, is_gain
 from widen_cli.plan.laws import is_norm, taken, width_power
 from widen_cli.plan.match import Match, Matched
 from widen_cli.plan.modes import Mode
-from widen_cli.plan.partial import Partial, shared_keys
+from widen_cli.plan.partial import Partial, Segment, shared_keys
 from widen_cli.plan.result import Gradient, Twin
 from widen_cli.plan.rotary import Rotary
 from widen_cli.plan.sizes import Sizes
@@ -69,6 +70,8 @@ class Share:
 class GradientBuilder(TreeBuilder):
     """Makes trees of gradients' factors, for the same copies as a TreeBuilder makes of the weights themselves."""
 
+    filling: Filling
+
     def __init__(
         self,
         sizes: Sizes,
@@ -84,7 +87,6 @@ class GradientBuilder(TreeBuilder):
         super().__init__(sizes, factors, scales, spaces.silent(mode), layout, rotary, first, filling)
         self.spaces = spaces
         self.mode = mode
-        self.fillings = filling
         self.shares: dict[str, Share] = {}
         self.beside = False
 
@@ -103,8 +105,8 @@ class GradientBuilder(TreeBuilder):
             trees.append(tree)
             unknown.append(tree.new if self.beside else live(tree))
         multiplier = ONE if rule.times is None else width_power(rule.times.tree, self.factor)
-        scale = multiplier * self.fillings.gain(rule) ** -1
-        return Gradient(tuple(trees), scale, unknown=_product(unknown) - _product([live(tree) for tree in trees]))
+        scale = multiplier * self.filling.gain(rule) ** -1
+        return Gradient(tuple(trees), scale, unknown=math.prod(unknown) - math.prod(map(live, trees)))
 
     # Where nothing follows from the narrow gradient.
 
@@ -138,8 +140,8 @@ class GradientBuilder(TreeBuilder):
             return PAIRS if self.contracted(space) else SUMMED
         if share.outer == UNEVEN and any(self.factor(name) != 1 for name in path if name != space):
             return SUMMED
-        meant = self.fillings.meant
-        return MEANT if any(self.fillings.axis(name) and name in meant for name in (space, *path)) else ""
+        meant = self.filling.meant
+        return MEANT if any(self.filling.axis(name) and name in meant for name in (space, *path)) else ""
 
     def uneven(self, name: str) -> bool:
         """Whether copies along an axis serve different heads, as those of shared keys do unless they are tiled with them."""
@@ -307,26 +309,23 @@ class GradientBuilder(TreeBuilder):
     ) -> Growth:
         """The same of an axis whose new size is no multiple; what fills it has no gradient that is known, or reads nothing."""
         assert self.rule is not None
-        filling = self.fillings
+        filling = self.filling
         padded, filled = filling.padded(partial.axis), partial.axis in filling.filled
-        gain = is_gain(self.rule)
         if role == "in":
             # Zeros are read there, a mean, or what was drawn; copies have their values.
-            only = padded or filled
-            self.beside = self.beside or (filling.fill == RANDOM and filling.drawn(partial.axis) and not filled)
-            only = only or (filling.fill == RANDOM and filling.drawn(partial.axis))
+            drawn = filling.fill == RANDOM and filling.drawn(partial.axis)
+            only = padded or filled or drawn
+            self.beside = self.beside or (drawn and not filled)
         else:
             only = padded or filled or first_only or filling.fill != COPY
-            self.beside = self.beside or ((padded or filled) and not gain)
+            self.beside = self.beside or ((padded or filled) and not is_gain(self.rule))
         tiled = self.tiles(partial.axis) or ((padded or filled) and partial.whole == 1)
-        laid: list[Growth] = []
-        for segment in (each for each in partial.segments if each.units):
+
+        def how(segment: Segment) -> tuple[Scale, int, Fill]:
             kept = 1 if first_only else segment.kept if only else segment.copies
-            factor = ONE if role == "in" else Scale.of(kept) ** -1
-            own, within = (scale * factor, None) if inner is None else (ONE, times(inner, factor))
-            live_copies = kept if kept < segment.copies else 0
-            laid.append(segment.laid(tiled, own, within, live_copies, Fill.ZERO))
-        return Laid(tuple(laid)) if len(laid) != 1 else laid[0]
+            return ONE if role == "in" else Scale.of(kept) ** -1, kept if kept < segment.copies else 0, Fill.ZERO
+
+        return partial.laid(tiled, scale, inner, how)
 
 
 def live(growth: Growth) -> int:
@@ -346,10 +345,3 @@ def first_copies(growth: Growth) -> Growth:
 
 def _names(node: ast.AST) -> set[str]:
     return {dotted(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
-
-
-def _product(numbers: list[int]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product

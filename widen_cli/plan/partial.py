@@ -8,12 +8,12 @@ base stand in front in their old order, each once, and copies of the last ones b
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 
-from widen_cli.dimensions import Copies, Fill, Growth
+from widen_cli.dimensions import Copies, Fill, Growth, Laid, times
 from widen_cli.errors import WidenError
 from widen_cli.map_rules import ArchitectureMap
 from widen_cli.plan.factors import Factor, is_whole
@@ -56,6 +56,17 @@ class Partial:
     def spread(self) -> Scale:
         """What becomes of the root mean square over the axis where `whole` copies stand and the rest adds nothing."""
         return Scale.of(self.whole / self.ratio) ** Fraction(1, 2)
+
+    def laid(
+        self, tiled: bool, scale: Scale, inner: Growth | None, how: Callable[[Segment], tuple[Scale, int, Fill]]
+    ) -> Growth:
+        """The axis with its copies; `how` says of a segment its factor, how many copies hold a value, and what the others hold."""
+        parts: list[Growth] = []
+        for segment in (each for each in self.segments if each.units):
+            factor, live, fill = how(segment)
+            own, within = (scale * factor, None) if inner is None else (ONE, times(inner, factor))
+            parts.append(segment.laid(tiled, own, within, live, fill))
+        return Laid(tuple(parts)) if len(parts) != 1 else parts[0]
 
     def places(self, position: int) -> range:
         """Where the copies of an old position stand."""

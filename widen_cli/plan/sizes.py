@@ -46,7 +46,7 @@ class Sizes:
             computed = {name for name, axis in self.architecture.axes.items() if axis.computed}
             found.known = {name: size for name, size in self.known.items() if name not in computed} | own
             found.told_by = self.told_by
-            _all_from_formulas(found)
+            _from_formulas(found)
         return found
 
     def first(self) -> Sizes:
@@ -68,7 +68,7 @@ class Sizes:
             name: tuple(int(size * ratios.get(name, one)) for size in sizes) for name, sizes in self.layered.items()
         }
         found.told_by = self.told_by
-        _all_from_formulas(found)
+        _from_formulas(found)
         return found
 
     def layers(self) -> list[Sizes]:
@@ -103,7 +103,7 @@ class Sizes:
     def _with(self, axis: str, size: int) -> Sizes:
         trial = Sizes(self.architecture, self.config)
         trial.known = {**self.known, axis: size}
-        _all_from_formulas(trial)
+        _from_formulas(trial)
         return trial
 
     def _total(self, term: Term) -> int | None:
@@ -287,7 +287,7 @@ def _words(key: str) -> int:
 
 
 def _from_formulas(sizes: Sizes, faults: Faults | None = None) -> bool:
-    """Fills sizes that formulas give; True where one was added."""
+    """Fills sizes that formulas give, and those that are made of these; True where one was added."""
     added = False
     for axis in sizes.architecture.axes.values():
         formula = axis.size or (axis.otherwise if sizes.config.present else None)
@@ -305,13 +305,9 @@ def _from_formulas(sizes: Sizes, faults: Faults | None = None) -> bool:
             continue
         sizes.told_by[axis.name] = formula.text
         added = True
+    if added:
+        _from_formulas(sizes)
     return added
-
-
-def _all_from_formulas(sizes: Sizes) -> None:
-    """The same until nothing more is found: a size may be made of one that stands behind it."""
-    while _from_formulas(sizes):
-        pass
 
 
 def _from_shapes(sizes: Sizes, matched: Iterable[Matched]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from widen_cli.blocks import block_type, can_dequantize, can_scale, can_widen
-from widen_cli.dimensions import Copies, Fill, Growth, Laid, leaf_scales, times
+from widen_cli.dimensions import Copies, Fill, Growth, Laid, leaf_scales
 from widen_cli.dtypes import DType
 from widen_cli.errors import printable
 from widen_cli.map_rules import TensorRule
@@ -15,7 +15,7 @@ from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.filling import Filling
 from widen_cli.plan.laws import width_power
 from widen_cli.plan.match import Match, Matched
-from widen_cli.plan.partial import Partial, Partials
+from widen_cli.plan.partial import Partial, Partials, Segment
 from widen_cli.plan.result import TensorPlan, Twin
 from widen_cli.plan.rotary import Rotary
 from widen_cli.plan.sizes import Sizes
@@ -193,33 +193,33 @@ class TreeBuilder:
         role: str,
     ) -> Growth:
         """The same of an axis whose new size is no multiple: its positions in parts with as many copies each."""
-        assert self.filling is not None
-        assert self.rule is not None
+        filling, rule = self.filling, self.rule
+        assert filling is not None
+        assert rule is not None
         if size != partial.old:
             raise UnknownSizeError((partial.axis,))
         space = carrier(self.sizes.architecture, path)
-        padded = self.filling.padded(partial.axis)
+        padded = filling.padded(partial.axis)
         fill: Fill | None = None
         if role == "out":
-            fill = self.filling.written(space, partial.axis, self.rule)
+            fill = filling.written(space, partial.axis, rule)
         elif role == "in":
-            fill = Fill.ZERO if first_only else self.filling.read(space, partial.axis)
+            fill = Fill.ZERO if first_only else filling.read(space, partial.axis)
         elif padded:
             fill = Fill.MEAN
         # What is added along a filled axis has to stand behind all of it: hidden states then begin with the old ones.
-        filled = padded or partial.axis in self.filling.filled
+        filled = padded or partial.axis in filling.filled
         tiled = self.tiles(partial.axis) or (filled and partial.whole == 1)
-        laid: list[Growth] = []
-        for segment in (each for each in partial.segments if each.units):
+
+        def how(segment: Segment) -> tuple[Scale, int, Fill]:
             kept = 1 if first_only and role == "in" else segment.kept if fill is not None or filled else segment.copies
             factor = ONE if role != "in" or first_only else Scale.of(kept) ** -1
-            if role == "out":
-                factor = self.filling.evening(space, partial.axis, self.rule, segment.copies)
-            own, within = (scale * factor, None) if inner is None else (ONE, times(inner, factor))
             live = 0 if fill is None or kept == segment.copies else kept
-            how = (live, fill or Fill.ZERO)
-            laid.append(segment.laid(tiled, own, within, *how))
-        return Laid(tuple(laid)) if len(laid) != 1 else laid[0]
+            if role == "out":
+                factor = filling.evening(space, partial.axis, rule, segment.copies)
+            return factor, live, fill or Fill.ZERO
+
+        return partial.laid(tiled, scale, inner, how)
 
     def merged_into_next(
         self, terms: tuple[Term, ...], before: tuple[str, ...], role: str, total: int | None

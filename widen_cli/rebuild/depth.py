@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from widen_cli.checkpoint import Checkpoint
 from widen_cli.dtypes import DType
-from widen_cli.errors import WidenError, did_you_mean, printable
+from widen_cli.errors import WidenError, did_you_mean, first_of, printable
 from widen_cli.map_rules import ArchitectureMap, TensorRule, name_pattern
 from widen_cli.options import Options
 from widen_cli.plan.match import Match, Matched, layer_counts, match_tensors
@@ -285,7 +285,7 @@ class _Deep:
         """Which layer takes whose weights, and what is zero."""
         new = [f"{number} (of {slot.source})" for number, slot in enumerate(self.slots) if slot.passes]
         if new:
-            shown = ", ".join(new[:16]) + (f" and {len(new) - 16} more" if len(new) > 16 else "")
+            shown = first_of(new, 16)
             start = len(self.match.written(self.stack.pattern)) - 1
             zeroed = dict.fromkeys(name[start:].partition(".")[2] for name in self.silent)
             yield f"{self.stack.word}: new layers {shown} pass the stream on as it is: of what they copy, {', '.join(zeroed)} make nothing"
