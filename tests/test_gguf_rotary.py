@@ -683,8 +683,9 @@ def test_a_base_that_float32_does_not_hold(narrow: Narrow, tmp_path: Path) -> No
     # 10000**9 fits.
     widen(narrow("llama-plain"), tmp_path / "wide.gguf", "head_dim=9", rope="theta")
     assert read(tmp_path / "wide.gguf").number("llama.rope.freq_base") == np.float32(1e36)
-    # The way by itself needs no base.
+    # Where nothing is asked for, the next exact way is taken, which keeps the base.
     widen(narrow("llama-plain"), tmp_path / "other.gguf", "head_dim=10")
+    assert read(tmp_path / "other.gguf").number("llama.rope.freq_base") == 10000
 
 
 @pytest.mark.parametrize("way", ["theta", "frequencies"])
