@@ -657,7 +657,7 @@ def refusal(path: Path, out: Path, grow: str, **options: Any) -> list[str]:
         ("llama-yarn", "spread", "--rope spread: is not exact with this model's frequency scaling; these are: theta"),
         ("llama-yarn", "frequencies", "--rope frequencies: is not exact with this model's frequency scaling; these are: theta"),
         ("qwen2-yarn", "spread", "--rope spread: is not exact with this model's frequency scaling; these are: theta"),
-        ("qwen2", "frequencies", "--rope frequencies: is not exact for 'qwen2'; these are: spread, theta"),
+        ("qwen2", "frequencies", "--rope frequencies: is not exact for 'qwen2'; these are: theta, spread"),
         ("gpt2", "spread", "--rope spread: 'gpt2' has no rotary positions; leave --rope out"),
         ("deepseek2", "theta", "--rope theta: is not exact for 'deepseek2'; none is"),
     ],
