@@ -1,0 +1,283 @@
+"""How training goes on after widening: with --optimizer keep, with reset-new, and with the optimizer left out.
+
+    python benchmarks/continued_training.py [--architecture llama llama-grouped gpt2 bert] [--seeds 3] [--before 300] [--after 100]
+
+For every seed a tiny model learns a random chain, in which the next token depends on the two before it, and is saved with its
+optimizer.pt as a Trainer saves it. It is widened by two in each way, and model and optimizer go on with AdamW. All runs of a seed
+see the same batches, in float64 throughout, at a constant learning rate and without clipping. A table tells for each way
+
+    first      the first loss, relative distance from the narrow model's on the same batch: widening changes no function
+    ten        the largest such distance of the first ten losses, so after up to nine steps
+    bump       by how much the loss of one of the first twenty batches is above the narrow run's on the same batch, at most
+    end        the loss on held-out tokens after the last step
+    gain       by how much that is below the end of the narrow run that went on with its own optimizer
+
+as the mean over the seeds and their standard deviation.
+
+Where is a wide run the narrow one? A wide weight is f times the narrow one and its gradient g times the narrow one's, but AdamW's
+step lr * m / (sqrt(v) + eps) forgets g (up to eps) and knows no f: the weights stay f times the narrow ones only under a learning rate of
+f * lr, with g * eps and a decay of 1/f, tensor by tensor. So under one learning rate no mode follows the narrow run: `sum`, where
+every matrix has f = 1 but embeddings have 2 and gains 1/2, is nearest, and matrices of f = 1/2 (`copy`) take steps twice as large.
+"matched" rows set these three per tensor, and then `keep` gives the narrow run's losses again, to rounding, in every mode that
+makes equal copies; in `quiet` new units are no copies, and where keys begin anew (grouped queries) no rate can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+import transformers
+
+from widen_cli.convert import prepare
+from widen_cli.moments import attach
+from widen_cli.options import Options
+from widen_cli.writing import run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import models
+import optimizer_here
+
+attach.answer_of = optimizer_here.answer
+
+TOKENS, MASK, LENGTH, ROWS, HELD_OUT = 48, 48, 16, 16, 512
+RATE, DECAY, WARM_UP = 3e-3, 0.1, 20
+BUMP, TEN = 20, 10
+SIZES = {"vocab_size": TOKENS + 1, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+         "initializer_range": 0.1}  # fmt: skip
+LLAMA = {**SIZES, "num_key_value_heads": 4, "max_position_embeddings": LENGTH, "tie_word_embeddings": False}
+MODELS = {
+    "llama": models.Variant("LlamaForCausalLM", LLAMA),
+    "llama-grouped": models.Variant("LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 2}),
+    "gpt2": models.Variant(
+        "GPT2LMHeadModel",
+        {"vocab_size": TOKENS + 1, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 64, "resid_pdrop": 0.0,
+         "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1},
+    ),
+    "bert": models.Variant(
+        "BertForMaskedLM",
+        {**SIZES, "max_position_embeddings": LENGTH, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+}  # fmt: skip
+
+
+ALL = "hidden=2x,intermediate=2x,heads=2x"
+GROWTHS: dict[str, dict[str, Any]] = {
+    "narrow": {},
+    **{mode: {"scaling": mode, "grow": ALL} for mode in ("copy", "sum", "orthogonal", "quiet")},
+    "copy --split uneven": {"scaling": "copy", "grow": ALL, "split": "uneven"},
+    "head_dim=2x": {"scaling": "copy", "grow": "hidden=2x,intermediate=2x,head_dim=2x"},
+    "--depth 2x": {"depth": ("2x",)},
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model grows (a key of GROWTHS), what its optimizer begins with (`none` is left out), and the learning rate: the
+    narrow run's, a "warm-up" to it, "half" of it, or "matched" tensor by tensor."""
+
+    growth: str
+    optimizer: str = "none"
+    rate: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.growth}, {self.optimizer}{self.rate and ', ' + self.rate}"
+
+
+REFERENCE = Way("narrow", "keep")
+SHORT = (REFERENCE, Way("narrow"), Way("copy"), Way("copy", "reset-new"), Way("copy", "keep"))
+WAYS = {
+    "llama": (
+        *SHORT,
+        Way("copy", "none", "warm-up"),
+        Way("copy", "reset-new", "warm-up"),
+        Way("copy", "keep", "half"),
+        Way("copy", "keep", "matched"),
+        Way("copy --split uneven"),
+        Way("copy --split uneven", "none", "warm-up"),
+        Way("sum"),
+        Way("sum", "keep"),
+        Way("sum", "keep", "matched"),
+        Way("orthogonal"),
+        Way("orthogonal", "keep"),
+        Way("quiet"),
+        Way("quiet", "reset-new"),
+        Way("quiet", "keep"),
+        Way("head_dim=2x"),
+        Way("head_dim=2x", "keep"),
+        Way("--depth 2x"),
+        Way("--depth 2x", "keep"),
+    ),
+    "llama-grouped": (*SHORT, Way("copy", "keep", "matched")),
+    "gpt2": (*SHORT, Way("copy", "keep", "matched"), Way("quiet"), Way("quiet", "keep")),
+    "bert": (*SHORT, Way("copy", "keep", "matched"), Way("quiet"), Way("quiet", "keep")),
+}
+
+
+class Chain:
+    """Text of a seed: a token's logits are a sum of what the one and what the other of the two before it ask for."""
+
+    def __init__(self, seed: int) -> None:
+        self.drawn = torch.Generator().manual_seed(seed)
+        last, second = (2 * torch.randn(TOKENS, TOKENS, generator=self.drawn, dtype=torch.float64) for _ in range(2))
+        self.odds = (last[:, None] + second[None]).softmax(-1)
+
+    def batch(self, rows: int, masked: bool) -> dict[str, torch.Tensor]:
+        """Inputs and labels; where `masked`, the labels of a quarter of the tokens, which the inputs hide."""
+        columns = list(torch.randint(0, TOKENS, (2, rows), generator=self.drawn))
+        while len(columns) < LENGTH:
+            columns.append(torch.multinomial(self.odds[columns[-1], columns[-2]], 1, generator=self.drawn)[:, 0])
+        tokens = torch.stack(columns, 1)
+        if not masked:
+            return {"input_ids": tokens, "labels": tokens}
+        hidden = torch.rand(tokens.shape, generator=self.drawn) < 0.25
+        return {"input_ids": tokens.where(~hidden, MASK), "labels": tokens.where(hidden, -100)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The loss on every batch before its step, and that on held-out tokens at the end."""
+
+    losses: list[float]
+    end: float
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """A Trainer's AdamW, with its groups."""
+    asked = transformers.TrainingArguments(learning_rate=RATE, weight_decay=DECAY, use_cpu=True, report_to=[])
+    return transformers.Trainer(model, asked).create_optimizer()
+
+
+def match(optimizer: torch.optim.Optimizer, wide: Any, narrow: Any) -> None:
+    """Gives every tensor that is f times the narrow one, in n copies, what makes its step f times the narrow one: f times the
+    rate, 1/f of the decay, and g = 1/(f n) of eps, as its gradient is g times the narrow one's."""
+    old = dict(narrow.named_parameters())
+    names = {parameter: name for name, parameter in wide.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            source = old[names[parameter]]
+            size = float(source.detach().abs().mean())
+            f = float(parameter.detach().abs().mean()) / size if size else 1.0
+            g = source.numel() / parameter.numel() / f
+            groups.append(
+                {**group, "params": [parameter], "lr": RATE * f, "weight_decay": group["weight_decay"] / f, "eps": g * group["eps"]}
+            )  # fmt: skip
+    optimizer.param_groups[:] = groups
+
+
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[dict[str, torch.Tensor]], warm_up: int = 0
+) -> list[float]:
+    """The loss on every batch before the step that it leads to; the rate rises from zero over `warm_up` steps."""
+    losses, full = [], [group["lr"] for group in optimizer.param_groups]
+    for step, batch in enumerate(batches, 1):
+        for group, rate in zip(optimizer.param_groups, full, strict=True):
+            group["lr"] = rate * min(1.0, step / (warm_up or 1))
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class Seed:
+    """One narrow model that has been trained for `before` steps, and the batches of the `after` steps that follow."""
+
+    def __init__(self, architecture: str, seed: int, before: int, after: int, root: Path) -> None:
+        self.narrow, self.wide = root / "narrow", root / "wide"
+        chain, masked = Chain(seed), "Masked" in MODELS[architecture].model_class
+        torch.manual_seed(seed)
+        model = getattr(transformers, MODELS[architecture].model_class)(MODELS[architecture].make_config()).double()
+        optimizer = optimizer_of(model)
+        self.before = train(model, optimizer, [chain.batch(ROWS, masked) for _ in range(before)], WARM_UP)
+        model.save_pretrained(self.narrow)
+        torch.save(optimizer.state_dict(), self.narrow / "optimizer.pt")
+        self.batches = [chain.batch(ROWS, masked) for _ in range(after)]
+        self.held_out = chain.batch(HELD_OUT, masked)
+
+    def go_on(self, way: Way) -> Run:
+        """Training after the narrow model has grown in this way."""
+        folder = self.narrow
+        if GROWTHS[way.growth]:
+            folder = self.wide
+            shutil.rmtree(folder, ignore_errors=True)
+            kept = None if way.optimizer == "none" else way.optimizer
+            asked = Options(str(self.narrow), str(folder), optimizer=kept, **GROWTHS[way.growth])
+            run(attach.attach(prepare(asked)), lambda nbytes: None)
+        model = models.load(folder, torch.float64)
+        optimizer = optimizer_of(model)
+        if way.optimizer != "none":
+            optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+        if way.rate == "matched":
+            match(optimizer, model, models.load(self.narrow, torch.float64))
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5 if way.rate == "half" else 1.0
+        losses = train(model, optimizer, self.batches, WARM_UP if way.rate == "warm-up" else 0)
+        with torch.inference_mode():
+            return Run(losses, float(model(**self.held_out).loss))
+
+
+def figures(found: Run, reference: Run) -> dict[str, float]:
+    """What the table tells of one run, beside the narrow one that went on."""
+    pairs = list(zip(found.losses, reference.losses, strict=True))
+    far = [abs(own / narrow - 1) for own, narrow in pairs]
+    return {
+        "first": far[0],
+        "ten": max(far[:TEN]),
+        "bump": max(own - narrow for own, narrow in pairs[:BUMP]),
+        "end": found.end,
+        "gain": reference.end - found.end,
+    }
+
+
+def row(way: Way, found: list[dict[str, float]]) -> str:
+    """A line of the table: the largest first distance of all seeds, then means and standard deviations."""
+    cells = [f"{str(way):36} {max(each['first'] for each in found):8.0e}"]
+    for name in ("ten", "bump", "end", "gain"):
+        values = [each[name] for each in found]
+        spread = stdev(values) if values[1:] else math.nan
+        digits = ".1e" if name == "ten" else ".3f"
+        cells.append(
+            f"{fmean(values):9{digits}} ± {spread:7{digits}}" if name != "ten" else f"{fmean(values):9{digits}}"
+        )
+    return " ".join(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architecture", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--before", type=int, default=300)
+    parser.add_argument("--after", type=int, default=100)
+    asked = parser.parse_args()
+    for architecture in asked.architecture:
+        found: dict[Way, list[dict[str, float]]] = {way: [] for way in WAYS[architecture]}
+        reached = []
+        for seed in range(asked.seeds):
+            with tempfile.TemporaryDirectory() as root, models.Float64Throughout():
+                one = Seed(architecture, seed, asked.before, asked.after, Path(root))
+                reached.append(fmean(one.before[-20:]))
+                reference = one.go_on(REFERENCE)
+                for way in found:
+                    found[way].append(figures(reference if way == REFERENCE else one.go_on(way), reference))
+        print(
+            f"\n{architecture}: ln {TOKENS} = {math.log(TOKENS):.2f}, after {asked.before} steps {fmean(reached):.2f}; {asked.after} more\n"
+            f"{'':36} {'first':>8} {'ten':>9} {'bump':>19} {'end':>19} {'gain':>19}"
+        )
+        for way in found:
+            print(row(way, found[way]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
