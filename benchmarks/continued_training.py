@@ -6,13 +6,13 @@ For every seed a tiny model learns a random chain, in which the next token depen
 optimizer.pt as a Trainer saves it. It is widened by two in each way, and model and optimizer go on with AdamW. All runs of a seed
 see the same batches, in float64 throughout, at a constant learning rate and without clipping. A table tells for each way
 
-    first      the first loss, relative distance from the narrow model's on the same batch: widening changes no function
-    ten        the largest such distance of the first ten losses, so after up to nine steps
-    bump       by how much the loss of one of the first twenty batches is above the narrow run's on the same batch, at most
+    first      how far the first loss is from the narrow model's on the same batch, relative: widening changes no function
+    ten        the same of the first ten losses, so after up to nine steps, at most
+    bump       by how much one of the first twenty losses is above the narrow run's on the same batch, at most
     end        the loss on held-out tokens after the last step
-    gain       by how much that is below the end of the narrow run that went on with its own optimizer
+    gain       by how much that is below the end of the narrow run that went on with its own optimizer, at the full rate
 
-as the mean over the seeds and their standard deviation.
+the first two as the largest of all seeds, the others as their mean and standard deviation.
 
 Where is a wide run the narrow one? A wide weight is f times the narrow one and its gradient g times the narrow one's, but AdamW's
 step lr * m / (sqrt(v) + eps) forgets g (up to eps) and knows no f: the weights stay f times the narrow ones only under a learning rate of
