@@ -121,7 +121,7 @@ def rotary_fraction(architecture: ArchitectureMap, config: ModelConfig, asked: s
         )
     if "theta" not in known or not _holds(architecture, config, known["theta"]):
         raise WidenError(
-            f"--grow: heads cannot grow by {factor}: only a raised base does that exactly, and it is not exact for this model; "
+            f"--grow: head_dim cannot grow by {factor}: only a raised base does that exactly, and it is not exact for this model; "
             "grow by a whole factor"
         )
     return "theta"
