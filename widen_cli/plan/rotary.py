@@ -116,10 +116,12 @@ def rotary_fraction(architecture: ArchitectureMap, config: ModelConfig, asked: s
     """
     known = architecture.rope.methods if architecture.rope else {}
     if asked not in (None, "theta"):
-        raise WidenError(f"--rope {asked}: cannot grow heads by {factor}; --rope theta can, or grow by a whole factor")
+        raise WidenError(
+            f"--rope {asked}: cannot grow head_dim by {factor}; --rope theta can, or grow by a whole factor"
+        )
     if "theta" not in known or not _holds(architecture, config, known["theta"]):
         raise WidenError(
-            f"--grow: heads cannot grow by {factor}: only a raised base does that exactly, and it is not exact for this model; "
+            f"--grow: head_dim cannot grow by {factor}: only a raised base does that exactly, and it is not exact for this model; "
             "grow by a whole factor"
         )
     return "theta"
