@@ -10,6 +10,7 @@ source has them: copy k of pair j is turned by base**(-2(r j + k)/(r d)), so the
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_checks import PAIRS
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.factors import Factor
+from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.frequencies import listed_frequencies
 from widen_cli.plan.growth import PLAIN
 from widen_cli.plan.lookup import config_lookup, held
@@ -91,16 +92,33 @@ def rotary_default(
 ) -> str | None:
     """The way by which heads grow where none was asked for: `method`, else the next that keeps the function where a raised base
     would leave float32, or is not known since there is no config."""
-    if architecture.rope is None or method != "theta":
-        return method
-    for key in architecture.rope.keys:
+    if method == "theta" and any(True for _ in _not_raised(architecture, config, factor)):
+        return _after_theta(architecture, config) or method
+    return method
+
+
+def check_way_back(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary) -> None:
+    """Raises WidenError where a wide config does not tell by which way heads grew that were not told one: a base of which the
+    power leaves float32 is a raised one, or one that was left as it was for that reason."""
+    if rotary.factor == 1 or rotary.method == "theta" or not is_whole(rotary.factor):
+        return
+    for place, base in _not_raised(architecture, config, rotary.factor):
+        if place in config and config.present:
+            raise WidenError(
+                f"{printable(config.name)}: {place} is {base}, which --rope theta may have made, or --rope {rotary.method} left; "
+                "say which it was"
+            )
+
+
+def _not_raised(architecture: ArchitectureMap, config: ModelConfig, factor: Factor) -> Iterator[tuple[str, Any]]:
+    """The bases, by their places, that have no power in float32, or that nothing tells, since there is no config."""
+    for key in architecture.rope.keys if architecture.rope else ():
         for place in _places(architecture, config, key):
             base = _said(architecture, config, key, place)
             if (base is None and not config.present) or (
                 is_number(base) and base > 0 and _raised(base, factor) is None
             ):
-                return _after_theta(architecture, config) or method
-    return method
+                yield place, base
 
 
 def _after_theta(architecture: ArchitectureMap, config: ModelConfig) -> str | None:
