@@ -22,7 +22,7 @@ from widen_cli.cli import cli
 from widen_cli.convert import prepare
 from widen_cli.errors import WidenError
 from widen_cli.options import Options
-from widen_cli.plan.layer_growth import LayerGrowth, parse_growth
+from widen_cli.plan.layer_growth import parse_growth
 from widen_cli.plan.wishes import parse_grow
 
 _KEYS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "attention.key_length")
@@ -96,7 +96,7 @@ def test_layers_not_named_grow_by_the_factor(files: Callable[[str], Path], tmp_p
     wide = tmp_path / "wide.gguf"
     report = widened(files("deci"), wide, factor=2, grow="intermediate=3@0")
     assert sizes(wide)[:2] == [[150, 0, 60, 44], [12, 8, 0, 4]]
-    assert report.job.plan.grown == "hidden x2, intermediate x2, heads x2, kv_heads x2, intermediate=3@0"
+    assert report.job.plan.grown == "hidden x2, intermediate x2, heads x2, kv_heads x2, intermediate=3x@0"
     assert difference(logs(files("deci")), log_probabilities(wide, PROMPTS)) <= BOUND
 
 
@@ -128,7 +128,7 @@ def test_what_a_file_cannot_say(files: Callable[[str], Path]) -> None:
     assert refusal(files("llama"), grow="intermediat=2@1")[0].startswith(
         "--grow intermediat=2@1: map 'llama' has no such axis (did you mean 'intermediate'?); it has hidden, "
     )
-    assert refusal(files("deci"), grow="kv_heads=2@3") == [
+    assert refusal(files("deci"), grow="kv_heads=2x@3") == [
         "IN: the wide model would have heads 2, kv_heads 4, and 'deci' needs heads % kv_heads == 0; choose other factors with --grow"
     ]
     assert refusal(files("llama"), grow="intermediate=2@1", experts=4) == [
@@ -146,10 +146,13 @@ def test_other_formats_are_told_which_ones_can(tmp_path: Path) -> None:
 
 
 def test_ranges_are_read() -> None:
-    assert parse_growth("hidden=2, heads=3x@4 - 7,heads=2@1") == (
-        parse_grow("hidden=2"),
-        (LayerGrowth("heads", 3, 4, 7), LayerGrowth("heads", 2, 1, 1)),
-    )
+    wishes, ranges = parse_growth("hidden=2, heads=3x@4 - 7,heads=to:12@1,intermediate=2x:round:8@0")
+    assert wishes == parse_grow("hidden=2")
+    assert [(str(one), one.first, one.last) for one in ranges] == [
+        ("heads=3x@4-7", 4, 7),
+        ("heads=to:12@1", 1, 1),
+        ("intermediate=2x:round:8@0", 0, 0),
+    ]
 
 
 _NO_LAYERS = "names no layers; write for example intermediate=2@8-15, or intermediate=2@3 for one, counted from 0"

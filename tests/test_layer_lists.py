@@ -425,16 +425,16 @@ def refusal(path: Path, **asked: Any) -> list[str]:
         (
             "gemma3n",
             {"grow": "heads=2x@1"},
-            "--grow heads=2@1: 'heads' has one size in all layers; these may differ: intermediate; models in which 'heads' may: "
+            "--grow heads=2x@1: 'heads' has one size in all layers; these may differ: intermediate; models in which 'heads' may: "
             "GGUF: deci (intermediate, heads, kv_heads, which a llama becomes), openelm (intermediate, heads, kv_heads)",
         ),
         (
             "nas",
             {"grow": "heads=2x@1"},
-            "--grow heads=2@1: 'heads' has one size in all layers; these may differ: intermediate, kv_heads; models in which 'heads' "
+            "--grow heads=2x@1: 'heads' has one size in all layers; these may differ: intermediate, kv_heads; models in which 'heads' "
             "may: GGUF: deci (intermediate, heads, kv_heads, which a llama becomes), openelm (intermediate, heads, kv_heads)",
         ),
-        ("nas", {"grow": "intermediate=2x@4"}, "--grow intermediate=2@4: the model has 4 layers, counted from 0"),
+        ("nas", {"grow": "intermediate=2x@4"}, "--grow intermediate=2x@4: the model has 4 layers, counted from 0"),
         (
             "nas",
             {"grow": "kv_heads=2x@1-3"},
@@ -450,8 +450,13 @@ def test_what_a_config_cannot_say(
 
 
 def test_units_of_sparse_layers_grow_by_whole_factors(narrow: Callable[[str], Path]) -> None:
-    (found,) = refusal(narrow("gemma3n"), grow="hidden=2x,intermediate=3/2x", scaling="copy")
-    assert "differs from layer to layer, so only whole factors can be" in found
+    why = "sparse layers cut a gate off by its mean and deviation over all units, which stay only if all of them stand as often"
+    assert refusal(narrow("gemma3n"), grow="hidden=2x,intermediate=3/2x", scaling="copy") == [
+        f"IN: --grow intermediate=3/2: layers 0, 2: {why}; give a whole factor there"
+    ]
+    assert refusal(narrow("gemma3n"), grow="intermediate=+7@0-1") == [
+        f"IN: --grow intermediate=57/50: layer 0: {why}; give a whole factor there"
+    ]
 
 
 def test_a_value_that_means_no_size(narrow: Callable[[str], Path], tmp_path: Path) -> None:
@@ -477,4 +482,4 @@ def test_ranges_stay_beside_the_sizes_of_another_model(narrow: Callable[[str], P
         grow="intermediate=2x@3",
         dry_run=True,
     )
-    assert prepare(options).plan.layers == ("intermediate=2@3",)
+    assert prepare(options).plan.layers == ("intermediate=2x@3",)

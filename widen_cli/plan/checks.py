@@ -103,7 +103,7 @@ def check_requirements(
     sizes: Sizes,
     factors: Mapping[str, Factor],
     file: str,
-    layered: Mapping[str, tuple[int, ...]] | None = None,
+    layered: Mapping[str, Sequence[Factor]] | None = None,
 ) -> None:
     """Refuses new sizes that the model's own library would refuse; `layered` as in `wide_sizes`."""
     faults: dict[str, None] = {}
