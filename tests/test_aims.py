@@ -124,7 +124,7 @@ def test_all_that_cannot_be_reached_is_told_together(narrow: Models, tmp_path: P
     values = json.loads(run(source, "--dry-run", "--json", "--like", tmp_path / "odd").stdout)["like"]
     assert [value["ratio"] for value in values] == [None, "2", None, "1", "2", None, None]
     assert values[2] == {
-        "axis": "heads", "here": 6, "there": 4, "ratio": None, "why_not": "smaller, and nothing shrinks here"
+        "axis": "heads", "here": 6, "there": 4, "ratio": None, "layers": [], "why_not": "smaller, and nothing shrinks here"
     }  # fmt: skip
     done = run(source, tmp_path / "wide", "--like", tmp_path / "odd", "--grow", "hidden=2,heads=1x")
     assert done.exit_code == 0, done.output
@@ -277,7 +277,7 @@ def test_experts_are_counted(narrow: Models, tmp_path: Path) -> None:
 def test_growth_in_some_layers_is_not_counted(narrow: Models, tmp_path: Path) -> None:
     result = run(narrow.of("llama"), tmp_path / "wide", "--target-params", "200000", "--grow", "intermediate=2x@0")
     assert result.exit_code == 1
-    fault = "--target-params: does not count what grows in some layers only; leave --grow intermediate=2@0 out"
+    fault = "--target-params: does not count what grows in some layers only; leave --grow intermediate=2x@0 out"
     assert fault in result.stderr
 
 

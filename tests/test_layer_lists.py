@@ -438,7 +438,7 @@ def refusal(path: Path, **asked: Any) -> list[str]:
         (
             "nas",
             {"grow": "kv_heads=2x@1-3"},
-            "IN: the wide model would have heads 6, kv_heads 4, and 'nemotron-nas' needs heads % kv_heads == 0; choose other "
+            "IN: the wide model would have heads 6, kv_heads 4 in layer 1, and 'nemotron-nas' needs heads % kv_heads == 0; choose other "
             "factors with --grow",
         ),
     ],
