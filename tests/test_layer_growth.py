@@ -129,7 +129,8 @@ def test_what_a_file_cannot_say(files: Callable[[str], Path]) -> None:
         "--grow intermediat=2@1: map 'llama' has no such axis (did you mean 'intermediate'?); it has hidden, "
     )
     assert refusal(files("deci"), grow="kv_heads=2x@3") == [
-        "IN: the wide model would have heads 2, kv_heads 4 in layer 3, and 'deci' needs heads % kv_heads == 0; choose other factors with --grow"
+        "IN: the wide model would have heads 2, kv_heads 4 in layer 3, and 'deci' needs heads % kv_heads == 0; choose other "
+        "factors with --grow"
     ]
     assert refusal(files("llama"), grow="intermediate=2@1", experts=4) == [
         "--grow intermediate=2@1: the GGUF of a 'llama' with experts has one intermediate for all layers; models with one for each: "

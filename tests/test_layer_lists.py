@@ -472,7 +472,7 @@ def test_a_value_that_means_no_size(narrow: Callable[[str], Path], tmp_path: Pat
 
 
 def test_ranges_stay_beside_the_sizes_of_another_model(narrow: Callable[[str], Path], tmp_path: Path) -> None:
-    """--like takes the axes that are not named; what was said of layers was lost there once."""
+    """--like takes the layers that are not named; those of layer 2 get more by the same multiple of a larger hidden."""
     config = {**NAS, "hidden_size": 72, "num_attention_heads": 12}
     (tmp_path / "like.json").write_text(json.dumps(config))
     options = Options(
@@ -482,4 +482,4 @@ def test_ranges_stay_beside_the_sizes_of_another_model(narrow: Callable[[str], P
         grow="intermediate=2x@3",
         dry_run=True,
     )
-    assert prepare(options).plan.layers == ("intermediate=2x@3",)
+    assert prepare(options).plan.layers == ("intermediate=2x@2", "intermediate=2x@3")
