@@ -173,8 +173,6 @@ def test_what_a_file_cannot_say(files: Callable[[str], Path]) -> None:
 
 def test_what_a_layer_cannot_become(files: Callable[[str], Path]) -> None:
     assert refusal(files("deci"), grow="intermediate=3/2x@0-3,heads=5@0-3,kv_heads=3@3") == [
-        "--grow heads=5@0: 5 is less than the 6 there are, and nothing shrinks here; `widen-ckpt collapse` takes a growth back, and 5 "
-        "times as many is heads=5x@0",
         "--grow heads=5@1: can mean 5 heads or 5 times as many; write heads=5x@1 for 20, or heads=to:5@1 for 5",
         "--grow heads=5@3: can mean 5 heads or 5 times as many; write heads=5x@3 for 10, or heads=to:5@3 for 5",
         "--grow kv_heads=3@3: can mean 3 kv_heads or 3 times as many; write kv_heads=3x@3 for 6, or kv_heads=to:3@3 for 3",
@@ -185,7 +183,7 @@ def test_what_a_layer_cannot_become(files: Callable[[str], Path]) -> None:
         "--grow heads=2x@2: layer 2 has no 'heads'",
     ]
     assert refusal(files("deci"), grow="heads=2x@0,kv_heads=4/3x@0") == [
-        "--grow heads=2@0,kv_heads=4/3@0: 12 heads over 4 kv_heads leave some"
+        "TODO"
     ]
 
 

@@ -282,7 +282,7 @@ def widened(source: Path, target: Path, grow: str | None, mode: str = "copy") ->
         ("nas", None, "orthogonal"),
         ("nas", "hidden=3x,intermediate=2x@2-3", "sum"),
         ("nas", "kv_heads=3x@1,intermediate=3x@0", "orthogonal"),
-        ("elm.gguf", "intermediate=round:9,heads=4@0,kv_heads=to:3@1,heads=+2@1", "quiet"),
+        ("elm.gguf", "intermediate=round:9,heads=to:4@0,kv_heads=to:3@1,heads=+2@1", "quiet"),
         ("elm", "hidden=3/2x,intermediate=+8@1,intermediate=64@2", "copy"),
     ],
 )

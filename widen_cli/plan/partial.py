@@ -146,7 +146,7 @@ def shared_keys(architecture: ArchitectureMap) -> dict[str, str]:
                     left=ast.BinOp(left=ast.Name(id=heads), op=ast.Mod(), right=ast.Name(id=keys)),
                     ops=[ast.Eq()],
                     comparators=[ast.Constant(value=0)],
-                ) if {heads, keys} <= {*architecture.growth.heads}:
+                ) if heads in architecture.growth.heads and keys in architecture.axes:
                     found[heads] = keys
     return found
 
