@@ -24,6 +24,7 @@ from families_llama import GEMMA3N
 from gguf_families import CONTEXT, EPS, RMS, VOCAB, drawn, write_arrays
 from llama_cpp import difference, log_probabilities
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
 from transformers.models.llama import modeling_llama
 
 from widen_cli.cli import cli
@@ -307,16 +308,20 @@ def nas_logits(folder: Path) -> models.Outputs:
         attn_implementation="eager",
         **same,
     )
+    stored = {name: values.to(torch.float64) for name, values in load_torch(folder / "model.safetensors").items()}
     with models.Float64Throughout():
         model = transformers.LlamaForCausalLM(of(num_hidden_layers=0)).to(torch.float64)
         for number, (heads, kv_heads, inner) in enumerate(zip(*nas_sizes(config), strict=True)):
-            own = of(num_hidden_layers=4, num_key_value_heads=kv_heads or 1, intermediate_size=inner or 1)
+            own = of(
+                num_hidden_layers=len(config["block_configs"]),
+                num_key_value_heads=kv_heads or 1,
+                intermediate_size=inner or 1,
+            )
             own._attn_implementation = "eager"
             layer = modeling_llama.LlamaDecoderLayer(own, number).to(torch.float64)
             layer.self_attn = layer.self_attn if heads else Nothing(pair=True)
             layer.mlp = layer.mlp if inner else Nothing()
             model.model.layers.append(layer)
-        stored = {name: torch.from_numpy(values) for name, values in load_file(folder / "model.safetensors").items()}
         left_out = model.load_state_dict(stored, strict=False)
         assert not left_out.unexpected_keys
         assert all("norm" in name for name in left_out.missing_keys)

@@ -9,6 +9,7 @@ from widen_cli.errors import WidenError, printable
 from widen_cli.formulas import Formula, UnknownValueError
 from widen_cli.plan.in_layers import InLayer, grown_most
 from widen_cli.plan.match import Match
+from widen_cli.plan.partial import shared_keys
 from widen_cli.plan.result import TensorPlan
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.trees import block_reasons
@@ -34,8 +35,9 @@ def side_by_side(match: Match, kinds: Sequence[InLayer]) -> str | None:
     """
     sizes, factors = kinds[0].sizes, grown_most(kinds)
     architecture = sizes.architecture
+    counted = dict.fromkeys((*architecture.growth.heads, *shared_keys(architecture).values()))
     for kind in kinds[1:] or kinds:
-        heads = [axis for axis in architecture.growth.heads if kind.sizes.known.get(axis) != 1]
+        heads = [axis for axis in counted if kind.sizes.known.get(axis) != 1]
         if len({kind.factors[axis] for axis in heads}) > 1 and not {*heads} & {*kind.filling.partials}:
             return f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
     for axis in (axis for axis in architecture.axes.values() if axis.grouped is not None and factors[axis.name] > 1):
