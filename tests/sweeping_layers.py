@@ -117,7 +117,8 @@ ELM_NAMES = {
 
 def _qwen3(config: dict[str, Any], sizes: tuple[int, int, int]) -> transformers.Qwen3Config:
     found = transformers.Qwen3Config(
-        vocab_size=config["vocab_size"], hidden_size=config["model_dim"], head_dim=config["head_dim"], num_hidden_layers=config["num_transformer_layers"],
+        vocab_size=config["vocab_size"], hidden_size=config["model_dim"], head_dim=config["head_dim"],
+        num_hidden_layers=config["num_transformer_layers"],
         num_attention_heads=sizes[0], num_key_value_heads=sizes[1], intermediate_size=sizes[2], rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": config["rope_freq_constant"]}, attn_implementation="eager",
     )  # fmt: skip

@@ -184,6 +184,15 @@ def test_what_a_layer_cannot_become(files: Callable[[str], Path]) -> None:
     ]
 
 
+def test_degrees_that_a_layers_size_does_not_divide_by(files: Callable[[str], Path]) -> None:
+    job = prepare(Options(str(files("llama")), "x.gguf", grow="intermediate=51@1-2,intermediate=2x@0", dry_run=True))
+    job.checkpoint.close()
+    assert [text for text in job.warnings if "tensor-parallel" in text] == [
+        "intermediate grows from 50 to 51 in layer 1, which tensor-parallel degrees of 2 and 4 and 8 do not divide; "
+        "intermediate=round:8@1 in --grow gives a size that they do"
+    ]
+
+
 def test_a_recipe_of_layers(files: Callable[[str], Path], tmp_path: Path) -> None:
     """It is printed as a list where an axis stands twice, and each fault has its line."""
     recipe, grow = tmp_path / "grow.yaml", "hidden=2x,intermediate=64@0,intermediate=+4@1-2"

@@ -141,9 +141,8 @@ class _Planner:
         arranged = self.arranged(tensors, mode, scales)
         config = self.changes.all(scales) + rotary_changes(self.architecture, self.config, self.rotary, self.pairs())
         config += share_changes(self.architecture, self.config, self.rotary, self.pairs())
-        doubts = Doubts(
-            self.match, self.sizes, self.spaces, self.growth.factors, self.rotary, self.config, self.request
-        )
+        factors, layered = self.growth.factors, self.in_layers.layered
+        doubts = Doubts(self.match, self.sizes, self.spaces, factors, layered, self.rotary, self.config, self.request)
         self.warnings += doubts.lines()
         if not self.config.present and config:
             listed = ", ".join(f"{change.key} = {change.new}" for change in config)

@@ -92,7 +92,7 @@ class Wish:
         ratio = self.as_factor()
         if ratio is None:
             raise WidenError(
-                f"{here}: '{self.axis}' is {min(layers)} to {max(layers)}, layer by layer, so a size cannot be said of it; "
+                f"{here}: '{self.axis}' is {min(layers)} to {max(layers)}, layer by layer, so a size cannot be said of all; "
                 f"write a factor, such as {self.axis}=2x"
             )
         if any((ratio * size).denominator != 1 for size in layers):
