@@ -553,6 +553,12 @@ def test_units_of_sparse_layers_grow_by_whole_factors(narrow: Callable[[str], Pa
     ]
 
 
+def test_heads_are_not_laid_apart_from_the_keys_that_they_read(narrow: Callable[[str], Path]) -> None:
+    assert refusal(narrow("elm"), grow="hidden=2x", layout="tile") == [
+        "IN: layout tile, as asked: heads and kv_heads have to grow by one factor, or heads would read others' keys"
+    ]
+
+
 def test_a_value_that_means_no_size(narrow: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "nas").mkdir()
     (tmp_path / "nas" / "model.safetensors").symlink_to(narrow("nas") / "model.safetensors")
