@@ -28,7 +28,7 @@ from widen_cli.plan.modes import MODES
 from widen_cli.plan.numbered import numbered_heads
 from widen_cli.plan.offers import NoScalingError, exact_alone, with_offer
 from widen_cli.plan.packed import NUMBERS, PackedWeight
-from widen_cli.plan.partial import partial_output
+from widen_cli.plan.partial import Partials, partial_output
 from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import Gradient, Plan, TensorPlan
 from widen_cli.plan.rotary import (
@@ -61,8 +61,9 @@ def make_plan(
     request = replace(request, grow=grow, layers=ranges)
     grown = growing(architecture, match, sizes, config, request)
     layered = layer_factors(architecture, sizes, grown.growth.factors, request.layers)
+    shared = shared_partials(sizes, grown.growth.factors, layered, grown.rotary.axes)
     check_requirements(architecture, sizes, grown.growth.factors, printable(request.file), layered)
-    planner = _Planner(architecture, match, sizes, grown, config, request, layered)
+    planner = _Planner(architecture, match, sizes, grown, config, request, layered, shared)
     try:
         plan = planner.plan(tensors)
     except NoScalingError as error:
@@ -90,6 +91,7 @@ class _Planner:
         config: ModelConfig,
         request: PlanRequest,
         layered: dict[str, tuple[Factor, ...]],
+        shared: Partials,
     ) -> None:
         self.architecture = architecture
         self.rotary = grown.rotary
@@ -99,7 +101,6 @@ class _Planner:
         self.config = config
         self.request = request
         self.file = printable(request.file)
-        shared = shared_partials(sizes, self.growth.factors, layered, self.rotary.axes)
         self.spaces = SpaceScales(architecture, match, self.growth.factors, config, self.rotary, shared)
         self.changes = ConfigChanges(sizes, self.growth.factors, self.spaces, config, request.types.dtype, layered)
         self.in_layers = InLayers(
