@@ -51,6 +51,7 @@ PLAIN = (
     "granite-biases",
 )
 LLAMA = Family("llama", gguf_families._llama_like())
+RANGES = ("2x@0", "3x@1", "3/2x@0", "round:64@1", "64@0")
 # What float32 sums leave of logits of some units; and what rounded scales, of 11 bits, do to them.
 BOUND, ROUNDED = 5e-4, 5e-2
 
@@ -82,9 +83,13 @@ def _trial(draw: random.Random) -> Trial:
     if chance() < 0.65:
         wishes["hidden"] = choice(("2x", "2x", "3x", "4/3x", "3/2x", f"+{unit}", "round:64"))
     if chance() < 0.6:
-        wishes["intermediate"] = choice(("2x", "3x", "3/2x", f"+{unit}", "+7") + ("2x@0", "3x@1") * ranges)
+        wishes["intermediate"] = choice(("2x", "3x", "3/2x", f"+{unit}", "+7") + RANGES * ranges)
     if chance() < 0.6:
-        by_layer = [{"heads": "2x@0", "kv_heads": "2x@0"}] * ranges
+        by_layer = [
+            {"heads": "2x@0", "kv_heads": "2x@0"},
+            {"heads": "+3@1"},
+            {"heads": "4/3x@0", "kv_heads": "4/3x@0"},
+        ] * ranges
         wishes |= choice(({"heads": "2x", "kv_heads": "2x"}, {"heads": "2x"}, {"kv_heads": "2x"}, {"heads": "3x", "kv_heads": "3x"},
                           {"heads": "4/3x", "kv_heads": "4/3x"}, {"heads": "3/2x"}, *by_layer))  # fmt: skip
     if chance() < 0.2:

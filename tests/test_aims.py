@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf_families
+import gguf_oracle
 import models
+import numpy as np
 import pytest
 import test_adapters
 import test_gguf_layers
@@ -124,7 +126,7 @@ def test_all_that_cannot_be_reached_is_told_together(narrow: Models, tmp_path: P
     values = json.loads(run(source, "--dry-run", "--json", "--like", tmp_path / "odd").stdout)["like"]
     assert [value["ratio"] for value in values] == [None, "2", None, "1", "2", None, None]
     assert values[2] == {
-        "axis": "heads", "here": 6, "there": 4, "ratio": None, "why_not": "smaller, and nothing shrinks here"
+        "axis": "heads", "here": 6, "there": 4, "ratio": None, "layers": [], "why_not": "smaller, and nothing shrinks here"
     }  # fmt: skip
     done = run(source, tmp_path / "wide", "--like", tmp_path / "odd", "--grow", "hidden=2,heads=1x")
     assert done.exit_code == 0, done.output
@@ -162,22 +164,36 @@ def test_a_gguf_and_a_directory_are_like_each_other(narrow: Models, tmp_path: Pa
     assert "value_dim" not in listed
 
 
-def test_layers_of_different_sizes_grow_by_one_factor_or_not(tmp_path: Path) -> None:
+def test_layers_of_different_sizes_grow_by_one_factor_or_each_by_its_own(tmp_path: Path) -> None:
     small = test_gguf_layers.write(tmp_path / "small.gguf")
     big, other = tmp_path / "big.gguf", tmp_path / "other.gguf"
-    assert run(small, big, "--grow", "hidden=2x,intermediate=3x,heads=2x,kv_heads=2x").exit_code == 0
-    done = run(small, other, "--like", big)
-    assert done.exit_code == 0, done.output
+    for grow in ("hidden=2x,intermediate=3x,heads=2x,kv_heads=2x", "hidden=48,intermediate=round:20,heads=to:6@1"):
+        assert run(small, big, "--force", "--grow", grow, "--scaling", "copy").exit_code == 0
+        done = run(small, other, "--force", "--like", big, "--scaling", "copy")
+        assert done.exit_code == 0, done.output
+        one, two = (gguf_oracle.read(path) for path in (big, other))
+        assert all(np.array_equal(tensor.rows, two.tensors[name].rows) for name, tensor in one.tensors.items())
+    listed = json.loads(run(small, "--dry-run", "--json", "--like", big).stdout)["like"]
+    assert {reach["axis"]: reach["layers"] for reach in listed if reach["layers"]} == {
+        "intermediate": ["intermediate=to:60@0", "intermediate=to:40@2-3"],
+        "heads": ["heads=to:6@1"],
+    }
+    # Of an axis in --grow only the layers that it does not name go by the other model.
+    grown = json.loads(run(small, "--dry-run", "--json", "--like", big, "--grow", "intermediate=50@2").stdout)["layers"]
+    assert grown == ["intermediate=6/5x@0", "intermediate=20/11x@3", "heads=3/2x@1", "intermediate=5/3x@2"]
+
+
+def test_layers_that_cannot_become_those_of_another_model(narrow: Models, tmp_path: Path) -> None:
+    big = test_gguf_layers.write(tmp_path / "big.gguf")
+    assert run(big, tmp_path / "wide.gguf", "--grow", "intermediate=2x@2").exit_code == 0
+    listed = run(tmp_path / "wide.gguf", "--dry-run", "--like", big).stdout
     assert (
-        run(small, other, "--like", big, "--force", "--grow", "kv_heads=24")
-        .stderr.splitlines()[0]
-        .startswith("--grow kv_heads=24: 'kv_heads' is ")
+        "intermediate is 60 here and 50 there: layer 2 has 60 here and 30 there, and nothing shrinks here\n" in listed
     )
-    source = models.save("llama", tmp_path / "even")
-    assert (
-        "it differs from layer to layer, and no one factor makes one of the other"
-        in run(source, "--dry-run", "--like", big).stdout
-    )
+    listed = run(narrow.of("llama"), "--dry-run", "--like", big).stdout
+    assert "it differs from layer to layer, of which there are 2 here and 4 there; see --depth" in listed
+    listed = run(narrow.of("llama"), "--dry-run", "--depth", "2x", "--like", big).stdout
+    assert "intermediate is 50 here and 50 there: layer 1 has 50 here and 0 there, and nothing shrinks here" in listed
 
 
 def test_an_adapter_grows_like_its_base(narrow: Models, tmp_path: Path) -> None:
@@ -277,7 +293,7 @@ def test_experts_are_counted(narrow: Models, tmp_path: Path) -> None:
 def test_growth_in_some_layers_is_not_counted(narrow: Models, tmp_path: Path) -> None:
     result = run(narrow.of("llama"), tmp_path / "wide", "--target-params", "200000", "--grow", "intermediate=2x@0")
     assert result.exit_code == 1
-    fault = "--target-params: does not count what grows in some layers only; leave --grow intermediate=2@0 out"
+    fault = "--target-params: does not count what grows in some layers only; leave --grow intermediate=2x@0 out"
     assert fault in result.stderr
 
 

@@ -14,12 +14,14 @@ import models
 import numpy as np
 import pytest
 import sweeping_gguf
+import sweeping_layers
 import sweeping_packed
 import torch
 from click.testing import CliRunner
 from llama_cpp import log_probabilities
 from sweeping import Sweep, interrupted_after, trials
 from sweeping_gguf import GgufSweep
+from sweeping_layers import LayeredSweep
 from sweeping_packed import PackedSweep
 from test_depth import PROMPTS, deepen
 
@@ -101,12 +103,14 @@ def test_a_random_few_of_all_in_one_run(tmp_path: Path) -> None:
 
 
 def test_a_random_few_in_quantised_types(tmp_path: Path) -> None:
-    """And of `python tests/sweeping_packed.py` (MXFP4, FP8) and `sweeping_gguf.py` (blocks of 4 to 8 bits in llama.cpp)."""
-    packed, blocks = PackedSweep(tmp_path), GgufSweep(tmp_path)
+    """And of `python tests/sweeping_packed.py` (MXFP4, FP8), `sweeping_gguf.py` (blocks of 4 to 8 bits in llama.cpp) and
+    `sweeping_layers.py` (models whose layers differ)."""
+    packed, blocks, layers = PackedSweep(tmp_path), GgufSweep(tmp_path), LayeredSweep(tmp_path)
     outcomes = [packed.outcome(trial) for trial in sweeping_packed.trials(3, 12)]
     outcomes += [blocks.outcome(trial) for trial in sweeping_gguf.trials(3, 16)]
+    outcomes += [layers.outcome(trial) for trial in sweeping_layers.trials(1, 16)]
     assert [outcome for outcome in outcomes if outcome.wrong] == []
-    assert sum(not outcome.refused for outcome in outcomes) >= 8
+    assert sum(not outcome.refused for outcome in outcomes) >= 12
 
 
 def test_heads_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from families_llama import GEMMA3N
 from gguf_families import CONTEXT, EPS, RMS, VOCAB, drawn, write_arrays
 from llama_cpp import difference, log_probabilities
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
+from transformers.models.llama import modeling_llama
 
 from widen_cli.cli import cli
 from widen_cli.convert import prepare
@@ -280,6 +283,8 @@ def widened(source: Path, target: Path, grow: str | None, mode: str = "copy") ->
         ("nas", None, "orthogonal"),
         ("nas", "hidden=3x,intermediate=2x@2-3", "sum"),
         ("nas", "kv_heads=3x@1,intermediate=3x@0", "orthogonal"),
+        ("elm.gguf", "intermediate=round:9,heads=to:4@0,kv_heads=to:3@1,heads=+2@1", "quiet"),
+        ("elm", "hidden=3/2x,intermediate=+8@1,intermediate=64@2", "copy"),
     ],
 )
 def test_layers_keep_the_function(
@@ -289,6 +294,92 @@ def test_layers_keep_the_function(
     widened(narrow(name), wide, grow, mode)
     assert difference(spoken(name), log_probabilities(READ[name](wide), PROMPTS)) <= BOUND
     assert not verify(Options(str(narrow(name)), str(wide)), lambda nbytes: None).differences
+
+
+def nas_logits(folder: Path) -> models.Outputs:
+    """Nemotron-NAS run by transformers in float64: LLaMA's own modules, of each layer's sizes, or none in their place."""
+    config = json.loads((folder / "config.json").read_text())
+    same = {key: config[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "rms_norm_eps")}
+    head = config["hidden_size"] // config["num_attention_heads"]
+    of = partial(
+        transformers.LlamaConfig,
+        head_dim=head,
+        rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
+        attn_implementation="eager",
+        **same,
+    )
+    stored = {name: values.to(torch.float64) for name, values in load_torch(folder / "model.safetensors").items()}
+    with models.Float64Throughout():
+        model = transformers.LlamaForCausalLM(of(num_hidden_layers=0)).to(torch.float64)
+        for number, (heads, kv_heads, inner) in enumerate(zip(*nas_sizes(config), strict=True)):
+            own = of(
+                num_hidden_layers=len(config["block_configs"]),
+                num_key_value_heads=kv_heads or 1,
+                intermediate_size=inner or 1,
+            )
+            own._attn_implementation = "eager"
+            layer = modeling_llama.LlamaDecoderLayer(own, number).to(torch.float64)
+            layer.self_attn = layer.self_attn if heads else Nothing(pair=True)
+            layer.mlp = layer.mlp if inner else Nothing()
+            model.model.layers.append(layer)
+        left_out = model.load_state_dict(stored, strict=False)
+        assert not left_out.unexpected_keys
+        assert all("norm" in name for name in left_out.missing_keys)
+        model.config.num_hidden_layers = len(model.model.layers)
+        logits = [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in PROMPTS]
+    return {"logits": torch.cat(logits).detach().numpy()}
+
+
+class Nothing(torch.nn.Module):
+    """In the place of an attention, which returns a pair, or of an FFN."""
+
+    def __init__(self, pair: bool = False) -> None:
+        super().__init__()
+        self.pair = pair
+
+    def forward(self, hidden_states: torch.Tensor, **others: Any) -> Any:
+        nothing = torch.zeros_like(hidden_states)
+        return (nothing, None) if self.pair else nothing
+
+
+@pytest.fixture(scope="module")
+def nas64(narrow: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in float64."""
+    folder = tmp_path_factory.mktemp("nas64") / "narrow"
+    tensors = load_file(narrow("nas") / "model.safetensors")
+    folder.mkdir()
+    save_file({name: values.astype(np.float64) for name, values in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(NAS))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("grow", "mode", "fill"),
+    [
+        ("intermediate=+256@2,intermediate=to:1024@3,hidden=2x,heads=2x", "orthogonal", "copy"),
+        ("intermediate=round:512,kv_heads=to:6@0", "copy", "zero"),
+        ("intermediate=4/3x@3,kv_heads=3x@1,intermediate=512@0", "sum", "random"),
+        ("hidden=4/3x,heads=4/3x,kv_heads=4/3x@0,kv_heads=2x@1,intermediate=5/3x@3", "quiet", "copy"),
+    ],
+)
+def test_sizes_of_layers_are_exact(grow: str, mode: str, fill: str, nas64: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"grow": grow, "scaling": mode, "fill": fill}
+    run(prepare(Options(str(nas64), str(tmp_path / "wide"), **asked)), lambda nbytes: None)
+    before = nas_logits(nas64)
+    assert models.relative_error(before, nas_logits(tmp_path / "wide")) <= 1e-13
+    assert not verify(Options(str(nas64), str(tmp_path / "wide")), lambda nbytes: None).differences
+    tensors = load_file(tmp_path / "wide" / "model.safetensors")
+    weight = "model.layers.3.mlp.down_proj.weight"
+    # Without the share of one copy of the last unit another function comes of it.
+    tensors[weight][:, -1] *= 2
+    tensors[weight][:, 0] *= 1 + 1e-6
+    save_file(tensors, tmp_path / "wide" / "model.safetensors")
+    assert models.relative_error(before, nas_logits(tmp_path / "wide")) > 1e-10
+    back = tmp_path / "back"
+    run(prepare(Options(str(nas64), str(tmp_path / "again"), **asked)), lambda nbytes: None)
+    assert CliRunner().invoke(cli, ["collapse", str(tmp_path / "again"), str(back)]).exit_code == 0
+    assert read(back) == NAS
+    assert models.relative_error(before, nas_logits(back)) <= 1e-13
 
 
 @pytest.mark.parametrize("way", ["spread", "theta"])
@@ -364,6 +455,7 @@ def folded_back(wide: Path, narrow: Path, *said: str) -> Path:
         ("nas", "hidden=2x,heads=2x,kv_heads=2x@1,intermediate=4x@3"),
         ("elm", "hidden=2x,intermediate=2x@0-1"),
         ("gemma3n", "laurel=2x,intermediate=4x@0-2"),
+        ("gemma3n", "intermediate=4x@0-2,intermediate=3/2x@3-4"),
     ],
 )
 def test_the_way_back(recorded: bool, name: str, grow: str, narrow: Callable[[str], Path], tmp_path: Path) -> None:
@@ -388,6 +480,8 @@ def test_the_way_back(recorded: bool, name: str, grow: str, narrow: Callable[[st
         ("intermediate=2x@0-2", "orthogonal", [100, 60, 100, 22, 26]),
         ("hidden=2x,heads=2x,intermediate=3x@3", "quiet", [50, 30, 50, 66, 26]),
         ("hidden=4/3,per_layer=2x,laurel=3x,intermediate=2x@4", "copy", [50, 30, 50, 22, 52]),
+        ("intermediate=+3@1,intermediate=round:16@3-4", "orthogonal", [50, 33, 50, 32, 32]),
+        ("intermediate=2x,intermediate=to:40@1,intermediate=3/2x@3", "quiet", [100, 40, 100, 33, 52]),
     ],
 )
 def test_gemma3n_by_layers(
@@ -395,7 +489,7 @@ def test_gemma3n_by_layers(
 ) -> None:
     source, wide = narrow("gemma3n"), tmp_path / "wide"
     widened(source, wide, grow, mode)
-    assert models.relative_error(models.outputs(source, torch.float64), models.outputs(wide, torch.float64)) <= 1e-12
+    assert models.relative_error(models.outputs(source, torch.float64), models.outputs(wide, torch.float64)) <= 1e-13
     assert read(wide)["intermediate_size"] == expected
     assert not verify(Options(str(source), str(wide)), lambda nbytes: None).differences
 
@@ -425,20 +519,20 @@ def refusal(path: Path, **asked: Any) -> list[str]:
         (
             "gemma3n",
             {"grow": "heads=2x@1"},
-            "--grow heads=2@1: 'heads' has one size in all layers; these may differ: intermediate; models in which 'heads' may: "
+            "--grow heads=2x@1: 'heads' has one size in all layers; these may differ: intermediate; models in which 'heads' may: "
             "GGUF: deci (intermediate, heads, kv_heads, which a llama becomes), openelm (intermediate, heads, kv_heads)",
         ),
         (
             "nas",
             {"grow": "heads=2x@1"},
-            "--grow heads=2@1: 'heads' has one size in all layers; these may differ: intermediate, kv_heads; models in which 'heads' "
+            "--grow heads=2x@1: 'heads' has one size in all layers; these may differ: intermediate, kv_heads; models in which 'heads' "
             "may: GGUF: deci (intermediate, heads, kv_heads, which a llama becomes), openelm (intermediate, heads, kv_heads)",
         ),
-        ("nas", {"grow": "intermediate=2x@4"}, "--grow intermediate=2@4: the model has 4 layers, counted from 0"),
+        ("nas", {"grow": "intermediate=2x@4"}, "--grow intermediate=2x@4: the model has 4 layers, counted from 0"),
         (
             "nas",
             {"grow": "kv_heads=2x@1-3"},
-            "IN: the wide model would have heads 6, kv_heads 4, and 'nemotron-nas' needs heads % kv_heads == 0; choose other "
+            "IN: the wide model would have heads 6, kv_heads 4 in layer 1, and 'nemotron-nas' needs heads % kv_heads == 0; choose other "
             "factors with --grow",
         ),
     ],
@@ -450,8 +544,19 @@ def test_what_a_config_cannot_say(
 
 
 def test_units_of_sparse_layers_grow_by_whole_factors(narrow: Callable[[str], Path]) -> None:
-    (found,) = refusal(narrow("gemma3n"), grow="hidden=2x,intermediate=3/2x", scaling="copy")
-    assert "differs from layer to layer, so only whole factors can be" in found
+    why = "sparse layers cut a gate off by its mean and deviation over all units, which stay only if all of them stand as often"
+    assert refusal(narrow("gemma3n"), grow="hidden=2x,intermediate=3/2x", scaling="copy") == [
+        f"IN: --grow intermediate=3/2: layers 0, 2: {why}; give a whole factor there"
+    ]
+    assert refusal(narrow("gemma3n"), grow="intermediate=+7@0-1") == [
+        f"IN: --grow intermediate=57/50: layer 0: {why}; give a whole factor there"
+    ]
+
+
+def test_heads_are_not_laid_apart_from_the_keys_that_they_read(narrow: Callable[[str], Path]) -> None:
+    assert refusal(narrow("elm"), grow="hidden=2x", layout="tile") == [
+        "IN: layout tile, as asked: heads and kv_heads have to grow by one factor, or heads would read others' keys"
+    ]
 
 
 def test_a_value_that_means_no_size(narrow: Callable[[str], Path], tmp_path: Path) -> None:
@@ -467,7 +572,7 @@ def test_a_value_that_means_no_size(narrow: Callable[[str], Path], tmp_path: Pat
 
 
 def test_ranges_stay_beside_the_sizes_of_another_model(narrow: Callable[[str], Path], tmp_path: Path) -> None:
-    """--like takes the axes that are not named; what was said of layers was lost there once."""
+    """--like takes the layers that are not named; those of layer 2 get more by the same multiple of a larger hidden."""
     config = {**NAS, "hidden_size": 72, "num_attention_heads": 12}
     (tmp_path / "like.json").write_text(json.dumps(config))
     options = Options(
@@ -477,4 +582,4 @@ def test_ranges_stay_beside_the_sizes_of_another_model(narrow: Callable[[str], P
         grow="intermediate=2x@3",
         dry_run=True,
     )
-    assert prepare(options).plan.layers == ("intermediate=2@3",)
+    assert prepare(options).plan.layers == ("intermediate=2x@2", "intermediate=2x@3")

@@ -99,7 +99,7 @@ upcycle:
   needs: []
   refuses: [{if: tied_words, why: so it is}]
   normalised: true
-layered: {axes: [inner], from: [every]}
+layered: {axes: [inner], from: [every], whole: {inner: {if: tied_words, why: so it is}}}
 multipliers: [scale]
 scalars: {model.layers.*.q.weight: model.layers.*.q.scale}
 modules: {model.layers.*.query: model.layers.*.q}

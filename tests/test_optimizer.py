@@ -128,7 +128,7 @@ CASES = [
     ("qwen3", "--grow=hidden=2x,head_dim=2x", "copy", ("q_proj", "k_proj")),
     ("llama_mha", "--grow=hidden=2x,head_dim=2x", "quiet", None),
     ("gemma3_text", "--factor=2", "copy", ("k_proj", "v_proj")),
-    ("gemma3n_text", "--grow=intermediate=2@1", "copy", ()),
+    ("gemma3n_text", "--grow=intermediate=+4@1,intermediate=2x@0,intermediate=3/2x@3", "copy", ()),
     ("llama_mha", "--depth=2x --grow=hidden=2x", "copy", None),
     ("llama_mha", "--factor=2 --split=even", "copy", ()),
     ("llama_mha", "--experts=4 --grow=hidden=2x", "quiet", ("experts", "gate")),

@@ -136,7 +136,7 @@ def test_sizes_that_differ_by_layer() -> None:
     with pytest.raises(WidenError) as caught:
         ratios("kv_heads=24", layers)
     assert caught.value.faults == (
-        "--grow kv_heads=24: 'kv_heads' is 0 to 3, layer by layer, so a size cannot be said of it; write a factor, such as kv_heads=2x",
+        "--grow kv_heads=24: 'kv_heads' is 0 to 3, layer by layer, so a size cannot be said of all; write a factor, such as kv_heads=2x",
     )
     with pytest.raises(WidenError, match="is no whole number in every layer, where 'kv_heads' is 0 to 3"):
         ratios("kv_heads=1.5x", layers)

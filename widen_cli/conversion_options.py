@@ -79,7 +79,7 @@ CONVERSION = (
         help="Grow single axes, by a factor (hidden=2x, 1.5x), to a size (hidden=5120, heads=to:12), by so many more (heads=+4) or "
         "to the next multiple (intermediate=round:256, 2x:round:256). Say 2x or to:2 where a small number could be either. "
         "Without --factor the others stay. "
-        "intermediate=2x@8-15 is for layers 8 to 15.",
+        "intermediate=2x@8-15 (or 5120@8-15, +4@3) is for layers 8 to 15, each from its own size.",
     ),
     click.option(
         "--like",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -11,14 +11,17 @@ from widen_cli.errors import printable
 from widen_cli.map_rules import Axis
 from widen_cli.other_models import OtherModel
 from widen_cli.plan.growth import growing_axes
+from widen_cli.plan.layer_growth import LayerGrowth, layer_count
 from widen_cli.plan.sizes import Sizes
+from widen_cli.plan.wishes import Wish
 
-Refusal = Callable[[Mapping[str, Fraction]], tuple[str, ...]]
+Refusal = Callable[[Mapping[str, Fraction], Sequence[LayerGrowth]], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """One axis: its size here and there, the ratio by which it is reached, or why it is not.
+    """One axis: its size here and there, the ratio by which it is reached, or why it is not; `layers` are what reaches it where
+    no one ratio does, with the largest sizes as those here and there.
 
     `needed`: without it the model does not become what was asked for; what no width changes is only told.
     """
@@ -27,6 +30,7 @@ class Reach:
     here: int | None
     there: int | None
     ratio: Fraction | None = None
+    layers: tuple[LayerGrowth, ...] = ()
     why: str = ""
     needed: bool = True
 
@@ -37,7 +41,9 @@ class Reach:
     @property
     def how(self) -> str:
         """How it is reached, or why not."""
-        return self.why or ("stays" if self.ratio == 1 else f"{self.axis}={self.ratio}x")
+        if self.why or self.layers:
+            return self.why or ", ".join(map(str, self.layers))
+        return "stays" if self.ratio == 1 else f"{self.axis}={self.ratio}x"
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,11 @@ class Likeness:
     def ratios(self) -> dict[str, Fraction]:
         """New size over old, of the axes that are reached."""
         return {reach.axis: reach.ratio for reach in self.reaches if reach.ratio is not None}
+
+    @property
+    def layers(self) -> tuple[LayerGrowth, ...]:
+        """The sizes of single layers, of the axes that are reached by these."""
+        return tuple(one for reach in self.reaches for one in reach.layers)
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -82,6 +93,7 @@ class Likeness:
                     "here": reach.here,
                     "there": reach.there,
                     "ratio": None if reach.ratio is None else str(reach.ratio),
+                    "layers": [*map(str, reach.layers)],
                     "why_not": reach.why or None,
                 }
                 for reach in self.reaches
@@ -89,14 +101,16 @@ class Likeness:
         }
 
 
-def likeness(here: Sizes, other: OtherModel, said: Collection[str], refusal: Refusal) -> Likeness:
-    """How each axis of a model gets the size that it has in the other one.
+def likeness(
+    here: Sizes, other: OtherModel, said: Collection[str], ranges: Sequence[LayerGrowth], refusal: Refusal
+) -> Likeness:
+    """How each axis of a model gets the size that it has in the other one, or those that it has there layer by layer.
 
-    Axes in `said` are left to the user; `refusal` tells what speaks against a growth as a whole.
+    Axes in `said` and layers in `ranges` are left to the user; `refusal` tells what speaks against a growth as a whole.
     """
     following = _following(here) | _following(other.sizes)
     growing = [axis for axis in growing_axes(here.architecture) if axis not in {*said, *following}]
-    found = {axis: _reach(axis, here, other.sizes) for axis in growing}
+    found = {axis: _reach(axis, here, other.sizes, ranges) for axis in growing}
     found = _kept(found, refusal)
     return Likeness(other.name, (*found.values(), *_unchanged(here, other, {*said, *following})))
 
@@ -106,10 +120,11 @@ def _following(sizes: Sizes) -> set[str]:
     return {*sizes.architecture.growth.with_head_dim}
 
 
-def _reach(axis: str, here: Sizes, there: Sizes) -> Reach:
+def _reach(axis: str, here: Sizes, there: Sizes, ranges: Sequence[LayerGrowth]) -> Reach:
     old, new = here.known.get(axis), there.known.get(axis)
-    if axis in here.layered or axis in there.layered:
-        return _layered(axis, here, there)
+    if (axis in here.layered or axis in there.layered) and old and new:
+        named = {layer for one in ranges if one.axis == axis for layer in range(one.first, one.last + 1)}
+        return _layered(axis, here, there, named)
     if new is None:
         why = (
             "nothing there tells it"
@@ -124,32 +139,59 @@ def _reach(axis: str, here: Sizes, there: Sizes) -> Reach:
     return Reach(axis, old, new, Fraction(new, old))
 
 
-def _layered(axis: str, here: Sizes, there: Sizes) -> Reach:
-    """An axis whose size differs by layer is reached if every layer grows by one ratio."""
-    pairs = zip(here.layered.get(axis, ()), there.layered.get(axis, ()), strict=False)
-    ratios = {Fraction(new, old) if old else Fraction(new) for old, new in pairs if old or new}
-    sizes = here.known.get(axis), there.known.get(axis)
-    same = len(here.layered.get(axis, ())) == len(there.layered.get(axis, ()))
-    if same and len(ratios) == 1 and min(ratios) >= 1:
+def _layered(axis: str, here: Sizes, there: Sizes, named: Collection[int]) -> Reach:
+    """An axis whose size differs by layer, here or there: reached by one ratio, or layer by layer but for those `named`."""
+    sizes = here.known[axis], there.known[axis]
+    each, theirs = (_of_layers(axis, model) for model in (here, there))
+    if len(each) != len(theirs):
+        why = (
+            f"it differs from layer to layer, of which there are {len(each)} here and {len(theirs)} there; see --depth"
+        )
+        return Reach(axis, *sizes, why=why)
+    pairs = {layer: (old, new) for layer, (old, new) in enumerate(zip(each, theirs, strict=True)) if layer not in named}
+    for layer, (old, new) in pairs.items():
+        if new < old or (new and not old):
+            less = "and nothing shrinks here" if new < old else "and nothing is made of none"
+            return Reach(axis, *sizes, why=f"layer {layer} has {old} here and {new} there, {less}")
+    ratios = {Fraction(new, old) for old, new in pairs.values() if old}
+    if len(ratios) == 1:
         return Reach(axis, *sizes, ratios.pop())
-    return Reach(axis, *sizes, why="it differs from layer to layer, and no one factor makes one of the other")
+    grown = [layer for layer, (old, new) in pairs.items() if new != old]
+    starts = [n for n in grown if n - 1 not in grown or theirs[n - 1] != theirs[n]]
+    ends = [n for n in grown if n + 1 not in grown or theirs[n + 1] != theirs[n]]
+    found = zip(starts, ends, strict=True)
+    layers = [
+        LayerGrowth.of(Wish(axis, f"to:{theirs[first]}", "size", Fraction(theirs[first])), first, last)
+        for first, last in found
+    ]
+    return Reach(axis, *sizes, layers=tuple(layers)) if layers else Reach(axis, *sizes, Fraction(1))
+
+
+def _of_layers(axis: str, sizes: Sizes) -> tuple[int, ...]:
+    """The size in every layer."""
+    alike = (sizes.known[axis],) * (layer_count(sizes.architecture, sizes) or 0)
+    return sizes.layered.get(axis, alike)
 
 
 def _kept(found: dict[str, Reach], refusal: Refusal) -> dict[str, Reach]:
     """The axes as they are where all can grow together; else as many as can, one after the other, with the reason of each."""
-    ratios = {axis: reach.ratio for axis, reach in found.items() if reach.ratio is not None}
-    if not refusal(ratios):
+
+    def refused(reaches: Collection[Reach]) -> tuple[str, ...]:
+        ratios = {reach.axis: reach.ratio for reach in reaches if reach.ratio is not None}
+        return refusal(ratios, [one for reach in reaches for one in reach.layers])
+
+    reached = [reach for reach in found.values() if not reach.why]
+    if not refused(reached):
         return found
-    together: dict[str, Fraction] = {}
+    together: list[Reach] = []
     kept = dict(found)
     # What does not grow can be kept whatever else does, if that follows nothing.
-    for axis in sorted(ratios, key=lambda axis: ratios[axis] != 1):
-        refused = refusal({**together, axis: ratios[axis]})
-        if not refused:
-            together[axis] = ratios[axis]
+    for reach in sorted(reached, key=lambda reach: reach.ratio != 1):
+        faults = refused([*together, reach])
+        if not faults:
+            together.append(reach)
             continue
-        reach = found[axis]
-        kept[axis] = Reach(axis, reach.here, reach.there, why=_reason(axis, refused))
+        kept[reach.axis] = Reach(reach.axis, reach.here, reach.there, why=_reason(reach.axis, faults))
     return kept
 
 

@@ -201,11 +201,21 @@ class Upcycle:
 
 
 @dataclass(frozen=True)
+class WholeLayers:
+    """In which layers an axis grows by whole factors alone: those of whose own config values `condition` holds; and why."""
+
+    condition: Formula
+    why: str
+
+
+@dataclass(frozen=True)
 class Layered:
-    """Axes whose sizes may differ from layer to layer, and the families that become this one where they are to."""
+    """Axes whose sizes may differ from layer to layer, and the families that become this one where they are to; `whole` says of
+    an axis where it takes no fractions."""
 
     axes: tuple[str, ...]
     sources: tuple[str, ...]
+    whole: dict[str, WholeLayers]
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ class UpcycleSection(_Section):
 class LayeredSection(_Section):
     axes: list[str]
     sources: list[str] = Field(default=[], alias="from")
+    whole: dict[str, ReasonSection] = {}
 
 
 class MapDocument(_Section):

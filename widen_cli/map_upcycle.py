@@ -8,8 +8,8 @@ from typing import Protocol
 from widen_cli.errors import did_you_mean
 from widen_cli.formulas import Formula
 from widen_cli.map_file import Keys, MapData, map_names
-from widen_cli.map_rules import Layered, Upcycle
-from widen_cli.map_schema import MapDocument, UpcycleSection
+from widen_cli.map_rules import Layered, Upcycle, WholeLayers
+from widen_cli.map_schema import LayeredSection, MapDocument, UpcycleSection
 
 # What a config key of the new model may hold: how many experts there are and work at a time, and how much of the dense
 # feed-forward width one of them has.
@@ -58,17 +58,24 @@ def upcycle_section(
     )
 
 
-def layered_section(document: MapDocument) -> Layered | None:
+def layered_section(document: MapDocument, condition: Condition) -> Layered | None:
     """Which axes may differ from layer to layer, None for a map of models in which none may."""
     section = document.layered
-    return None if section is None else Layered(tuple(section.axes), tuple(section.sources))
+    if section is None:
+        return None
+    whole = {
+        axis: WholeLayers(
+            condition(str(reason.condition), ("layered", "whole", axis, "if"), document, more=()), reason.why
+        )
+        for axis, reason in section.whole.items()
+    }
+    return Layered(tuple(section.axes), tuple(section.sources), whole)
 
 
 def _faults(document: MapDocument) -> Iterator[Fault]:
     """Every fault of the sections: where it stands, what it is, and whether the key is at fault and not its value."""
-    for n, axis in enumerate(document.layered.axes if document.layered else ()):
-        if axis not in document.axes:
-            yield ("layered", "axes", n), f"'{axis}' is no axis of this map{did_you_mean(axis, document.axes)}", False
+    if document.layered is not None:
+        yield from _unknown_axes(document.layered, document)
     section = document.upcycle
     if section is None:
         return
@@ -83,6 +90,16 @@ def _faults(document: MapDocument) -> Iterator[Fault]:
         if family not in families and (near := did_you_mean(family, families)):
             yield ("upcycle", "from", family), f"there is no map '{family}'{near}", True
     yield from _unknown_tensors(document, section)
+
+
+def _unknown_axes(section: LayeredSection, document: MapDocument) -> Iterator[Fault]:
+    for n, axis in enumerate(section.axes):
+        if axis not in document.axes:
+            yield ("layered", "axes", n), f"'{axis}' is no axis of this map{did_you_mean(axis, document.axes)}", False
+    for axis in section.whole:
+        if axis not in section.axes:
+            near = did_you_mean(axis, section.axes)
+            yield ("layered", "whole", axis), f"'{axis}' is none of the axes that may differ{near}", True
 
 
 def _unknown_tensors(document: MapDocument, section: UpcycleSection) -> Iterator[Fault]:

@@ -144,7 +144,7 @@ class _Compiler:
                 rope=self.rope(document),
                 depth=depth_section(document, self.fault, self.condition),
                 upcycle=upcycle_section(document, self.data, self.fault, self.key_fault, self.condition),
-                layered=layered_section(document),
+                layered=layered_section(document, self.condition),
                 multipliers=tuple(document.multipliers),
                 scalars=document.scalars,
                 modules=module_section(document, tensors, self.fault),

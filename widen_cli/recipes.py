@@ -84,7 +84,15 @@ def _value(data: MapData, key: str, param: click.Parameter, ctx: click.Context) 
             except click.UsageError as error:
                 told = error.message if error.message.startswith("--") else f"{key}: {error.message}"
                 faults.add(f"{data.place(path)}: {told}")
-    return tuple(entries.values()) if several else ",".join(entries.values())
+        if several or faults.texts or len(entries) < 2:
+            return tuple(entries.values()) if several else ",".join(entries.values())
+        together = ",".join(entries.values())
+        # What each says by itself may not go together, as two ranges of layers that meet.
+        try:
+            param.process_value(ctx, together)
+        except click.UsageError as error:
+            faults.add(f"{data.place((key,))}: {error.message}")
+    return together
 
 
 def _entries(data: MapData, key: str) -> list[tuple[Keys, str]]:
@@ -122,13 +130,14 @@ def recipe_text(options: Options, params: Sequence[click.Parameter]) -> str:
 
 
 def _written(value: Any) -> Any:
-    """A value as it reads best: KEY=VALUE as a mapping, where nothing is lost by that."""
+    """A value as it reads best: KEY=VALUE as a mapping, or where a key stands twice, as one of several layers, as a list."""
     if isinstance(value, bool | int):
         return value
     pieces = list(value) if isinstance(value, tuple) else str(value).split(",")
     pairs = [piece.partition("=") for piece in pieces]
-    if all(equals and name and text for name, equals, text in pairs) and len({pair[0] for pair in pairs}) == len(pairs):
-        return {name: _number(text) for name, _, text in pairs}
+    if all(equals and name and text for name, equals, text in pairs):
+        once = len({pair[0] for pair in pairs}) == len(pairs)
+        return {name: _number(text) for name, _, text in pairs} if once else pieces
     return pieces if isinstance(value, tuple) else _number(str(value))
 
 

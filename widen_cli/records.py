@@ -218,6 +218,7 @@ def _types(plan: Plan) -> dict[str, str]:
 class Record(BaseModel):
     """A conversion: the tool's version, what was said, what every axis grew by, and the map's whole text.
 
+    `factors` are those of layers that are not among `layers`, which have the others, as `--grow` takes them.
     `laid` is the layout that was taken, which the types decide where none was said: they may be others since. `own_map`: the
     map was given with --map. `target` is the map of what a model of `map` became.
     `before` is the record of the input, where that was widened too; `was` is what
@@ -229,6 +230,7 @@ class Record(BaseModel):
     tool: str
     said: Said
     factors: dict[str, Annotated[int | str, AfterValidator(_growth)]]
+    layers: list[Annotated[str, _read_by(parse_growth)]] = []
     laid: Annotated[str, _one_of(*LAYOUTS[1:])] | None = None
     map: str | None = None
     own_map: bool = False
@@ -255,6 +257,7 @@ class Record(BaseModel):
             tool=__version__,
             said=Said(**said),
             factors=plan.named_factors,
+            layers=[*plan.layers],
             laid=plan.layout,
             map=document_text(architecture.merged) if architecture else None,
             own_map=options.map is not None,
@@ -270,8 +273,14 @@ class Record(BaseModel):
 
     @property
     def grown(self) -> str:
-        """What every axis grew by, as `--grow` takes it: sizes that were said tell nothing of a wide model."""
-        return ",".join(f"{axis}={factor}x" for axis, factor in self.factors.items())
+        """What every axis grew by, and some layers beside, as `--grow` takes it: sizes that were said tell nothing of a wide model.
+
+        Records of versions that grew layers by factors alone have these among what was said.
+        """
+        said = () if self.layers or self.said.grow is None else parse_growth(self.said.grow)[1]
+        return ",".join(
+            [*(f"{axis}={factor}x" for axis, factor in self.factors.items()), *self.layers, *map(str, said)]
+        )
 
     def again(self, options: Options) -> Options:
         """The options of a run that makes the same once more; what `options` says itself counts before the record."""

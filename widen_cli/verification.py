@@ -145,7 +145,8 @@ def _prepared(options: Options, record: Record | None) -> Job:
     except WidenError as error:
         if record is None or options.says_growth or options.base or not _can_be_read(options):
             raise
-        arrow = ", ".join(f"{axis} x{factor}" for axis, factor in record.factors.items() if factor != 1)
+        grown = [f"{axis} x{factor}" for axis, factor in record.factors.items() if factor != 1]
+        arrow = ", ".join([*grown, *record.layers])
         raise WidenError(
             f"{printable(options.output)}: records a widening ({arrow or 'nothing grew'}) that {printable(options.input)} does not "
             "take, so that is not the model it was made of, or the two are swapped (verify NARROW WIDE); what it does not fit:",

@@ -90,8 +90,7 @@ def making_of(options: Options, wide: Checkpoint, told: str | None) -> Making:
         return Making(asked, record, None)
     if record.factors:
         # A factor alone leaves it to the stored types whether heads become more or larger, and training changes those.
-        layers = parse_growth(asked.grow)[1] if asked.grow is not None else ()
-        asked = replace(asked, factor=None, grow=",".join([record.grown, *map(str, layers)]))
+        asked = replace(asked, factor=None, grow=record.grown)
     return Making(asked, record, record.was)
 
 

@@ -45,13 +45,20 @@ def summary(folded: Folded) -> str:
     """One line: what was folded, how far the copies are apart, what was rounded."""
     plan = folded.plan
     shrunk = [_shrunk(axis, plan.factors[axis]) for axis in plan.axes if plan.factors[axis] != 1]
-    shrunk += [each.replace("=", " /") for each in plan.layers]
+    shrunk += [_shrunk_layers(each) for each in plan.layers]
     told = ", ".join([*folded.undone, *shrunk])
     how = "as recorded" if folded.recorded else "as said"
     return (
         f"{_shown(folded.options.output)}: {folded.architecture}, {told or 'nothing shrinks'}, {plan.mode}, {how}; "
         f"{_copies(folded)}; {_roundings(folded)}"
     )
+
+
+def _shrunk_layers(said: str) -> str:
+    """The way back of what some layers grew by, such as `intermediate=3/2x@8-15`."""
+    axis, _, grown = said.partition("=")
+    factor, _, layers = grown.partition("x@")
+    return f"{_shrunk(axis, Fraction(factor))} in layer{'s' if '-' in layers else ''} {layers}"
 
 
 def _shrunk(axis: str, factor: Factor) -> str:
@@ -91,6 +98,7 @@ def as_json(folded: Folded) -> dict[str, Any]:
         "undone": list(folded.undone),
         "scaling": folded.plan.mode,
         "factors": folded.plan.named_factors,
+        "layers": list(folded.plan.layers),
         "recorded": folded.recorded,
         "alike": not folded.moved,
         "distance": _finite(whole.relative),

@@ -42,7 +42,7 @@ class ConfigChanges:
         spaces: SpaceScales,
         config: ModelConfig,
         dtype: DType | None,
-        layered: Mapping[str, tuple[int, ...]] | None = None,
+        layered: Mapping[str, Sequence[Factor]] | None = None,
     ) -> None:
         self.old = old
         self.factors = factors
@@ -161,7 +161,7 @@ def told(axis: Axis, key: str, old: Sizes, wide: Sizes, faults: Faults) -> Confi
             where = f" of layer {layer}" if len(values) > 1 else ""
             faults.add(
                 f"{printable(old.config.name)}: {axis.name}{where} would be {size}, and no value of {key} means that "
-                f"({axis.means.text}); choose another factor with --grow"
+                f"({axis.means.text}); choose another size with --grow"
             )
         new.append(found)
     changed = new if isinstance(value, list) or layers else new[0]

@@ -103,15 +103,17 @@ def check_requirements(
     sizes: Sizes,
     factors: Mapping[str, Factor],
     file: str,
-    layered: Mapping[str, tuple[int, ...]] | None = None,
+    layered: Mapping[str, Sequence[Factor]] | None = None,
 ) -> None:
     """Refuses new sizes that the model's own library would refuse; `layered` as in `wide_sizes`."""
-    faults: dict[str, None] = {}
+    faults: dict[tuple[str, str], str] = {}
     wide = wide_sizes(sizes, factors, layered)
-    layers = range(max((len(each) for each in wide.layered.values()), default=1))
-    pairs = {(id(old), id(new)): (old, new) for old, new in ((sizes.at(n), wide.at(n)) for n in layers)}
+    pairs: dict[tuple[int, int], tuple[Sizes, Sizes, int]] = {}
+    for layer in range(max((len(each) for each in wide.layered.values()), default=1)):
+        old, new = sizes.at(layer), wide.at(layer)
+        pairs.setdefault((id(old), id(new)), (old, new, layer))
     for formula in architecture.requires:
-        for old, new in pairs.values():
+        for old, new, layer in pairs.values():
             try:
                 kept = _lacks(new, formula) or new.evaluate(formula) or not old.evaluate(formula)
             except UnknownValueError:
@@ -120,12 +122,14 @@ def check_requirements(
                 raise WidenError(f"{file}: the map's requirement {formula.text} cannot be decided: {error}") from None
             if not kept:
                 told = ", ".join(f"{name} {new.known[name]}" for name in sorted(formula.words) if name in new.known)
-                faults[
-                    f"{file}: the wide model would have {told}, and '{architecture.architecture}' needs "
+                where = f" in layer {layer}" if wide.layered.keys() & formula.words else ""
+                text = (
+                    f"{file}: the wide model would have {told}{where}, and '{architecture.architecture}' needs "
                     f"{formula.text}; choose other factors with --grow"
-                ] = None
+                )
+                faults.setdefault((formula.text, told), text)
     if faults:
-        raise WidenError(*faults)
+        raise WidenError(*faults.values())
 
 
 def _lacks(sizes: Sizes, formula: Formula) -> bool:

@@ -27,6 +27,7 @@ class Doubts:
     sizes: Sizes
     spaces: SpaceScales
     factors: Mapping[str, Factor]
+    layered: Mapping[str, Sequence[Factor]]
     rotary: Rotary
     config: ModelConfig
     request: PlanRequest
@@ -40,7 +41,7 @@ class Doubts:
         axes, request = self.sizes.architecture.axes, self.request
         if request.gradients and any(axes[axis].padded and by != 1 for axis, by in self.factors.items()):
             yield "--optimizer: a larger vocabulary adds to the sum under the softmax, so the gradients are those of another loss"
-        yield from undivided(self.sizes, wide_sizes(self.sizes, self.factors))
+        yield from undivided(self.sizes, wide_sizes(self.sizes, self.factors, self.layered))
         noise = request.split.noise
         if noise is not None and noise >= 0:
             yield (

@@ -21,12 +21,12 @@ def is_whole(number: Factor) -> bool:
     return Fraction(number).denominator == 1
 
 
-def unfit_size(axis: str, factor: Factor, sizes: Mapping[str, int]) -> str | None:
-    """Why an axis cannot grow by a factor, by its old size alone; None where it can."""
+def unfit_size(axis: str, factor: Factor, sizes: Mapping[str, int], at: str = "") -> str | None:
+    """Why an axis cannot grow by a factor, by its old size alone, which may be that `at` a layer; None where it can."""
     if is_whole(factor):
         return None
     if axis not in sizes:
         return f"--grow {axis}={factor}: the size of '{axis}' is not known, so only whole factors can be; give --config"
     if (sizes[axis] * Fraction(factor)).denominator != 1:
-        return f"--grow {axis}={factor}: {factor} of {axis} {sizes[axis]} is no whole size"
+        return f"--grow {axis}={factor}{at}: {factor} of {axis} {sizes[axis]} is no whole size"
     return None

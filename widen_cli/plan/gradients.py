@@ -19,21 +19,21 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 from widen_cli.dimensions import Fill, Growth, Laid
 from widen_cli.formulas import dotted
-from widen_cli.plan.factors import Factor, is_whole
-from widen_cli.plan.filling import COPY, RANDOM, Filling, is_gain
+from widen_cli.plan.factors import is_whole
+from widen_cli.plan.filling import COPY, RANDOM, is_gain
+from widen_cli.plan.in_layers import InLayer
 from widen_cli.plan.laws import is_norm, taken, width_power
 from widen_cli.plan.match import Match, Matched
 from widen_cli.plan.modes import Mode
 from widen_cli.plan.partial import Partial, Segment, shared_keys
 from widen_cli.plan.result import Gradient, Twin
 from widen_cli.plan.rotary import Rotary
-from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import SpaceScales, carrier, paths
 from widen_cli.plan.trees import TreeBuilder
 from widen_cli.scales import ONE, Scale
@@ -70,21 +70,10 @@ class Share:
 class GradientBuilder(TreeBuilder):
     """Makes trees of gradients' factors, for the same copies as a TreeBuilder makes of the weights themselves."""
 
-    filling: Filling
-
     def __init__(
-        self,
-        sizes: Sizes,
-        factors: Mapping[str, Factor],
-        scales: dict[str, Any],
-        spaces: SpaceScales,
-        mode: Mode,
-        layout: str,
-        rotary: Rotary,
-        filling: Filling,
+        self, here: InLayer, scales: dict[str, Any], spaces: SpaceScales, mode: Mode, layout: str, rotary: Rotary
     ) -> None:
-        first = spaces.first_copies()
-        super().__init__(sizes, factors, scales, spaces.silent(mode), layout, rotary, first, filling)
+        super().__init__(here, scales, spaces.silent(mode), layout, rotary, spaces.first_copies())
         self.spaces = spaces
         self.mode = mode
         self.shares: dict[str, Share] = {}

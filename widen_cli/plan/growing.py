@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from widen_cli.config import ModelConfig
 from widen_cli.map_rules import ArchitectureMap
@@ -10,7 +10,6 @@ from widen_cli.plan.equalities import equalities
 from widen_cli.plan.factors import is_whole
 from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, position_calls
 from widen_cli.plan.match import Match
-from widen_cli.plan.partial import Partials, partial_axes
 from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.rotary import Rotary, rotary_default, rotary_fraction, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes
@@ -20,12 +19,11 @@ from widen_cli.plan.wishes import wished
 
 @dataclass(frozen=True)
 class Growing:
-    """The factor of every axis, how heads grow under rotary positions, where copies go that are no whole number, and whether the
-    stored types decide if there are more heads or larger ones."""
+    """The factor of every axis, how heads grow under rotary positions, and whether the stored types decide if there are more heads
+    or larger ones."""
 
     growth: AxisGrowth
     rotary: Rotary
-    partials: Partials
     by_types: bool
 
 
@@ -33,14 +31,6 @@ def growing(
     architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
 ) -> Growing:
     """What the request makes grow. Raises WidenError with every axis that cannot grow so."""
-    grown = factors_asked(architecture, match, sizes, config, request)
-    return replace(grown, partials=partial_axes(architecture, sizes, grown.growth.factors, grown.rotary.axes))
-
-
-def factors_asked(
-    architecture: ArchitectureMap, match: Match, sizes: Sizes, config: ModelConfig, request: PlanRequest
-) -> Growing:
-    """The same without the places of copies, for which `sizes` need not be the old ones."""
     stored = [item.rule for item in match.matched]
     calls = list(position_calls(architecture, stored, lambda node: config_condition(architecture, config, node)))
     positions = position_axes(architecture, calls)
@@ -58,7 +48,7 @@ def factors_asked(
     elif request.rope is None:
         method = rotary_default(architecture, config, method, factor)
     rotary = Rotary(method or "", axes, factor)
-    return Growing(growth, rotary, {}, by_types)
+    return Growing(growth, rotary, by_types)
 
 
 def _by_heads(

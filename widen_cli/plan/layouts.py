@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from widen_cli.errors import WidenError, printable
 from widen_cli.formulas import Formula, UnknownValueError
-from widen_cli.plan.factors import Factor
+from widen_cli.plan.in_layers import InLayer, grown_most
 from widen_cli.plan.match import Match
+from widen_cli.plan.partial import shared_keys
 from widen_cli.plan.result import TensorPlan
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.trees import block_reasons
@@ -27,18 +28,18 @@ class Arrangement:
     notes: tuple[str, ...] = ()
 
 
-def side_by_side(
-    sizes: Sizes, match: Match, layers: Sequence[Mapping[str, Factor]], filled: Collection[str]
-) -> str | None:
+def side_by_side(match: Match, kinds: Sequence[InLayer]) -> str | None:
     """Why copies cannot be laid axis after axis in this model, whatever its weights are stored as; None where they can.
 
-    `layers` are the factors of all axes, in every kind of layer; heads in `filled` stand where they have to.
+    `kinds` are what grows in every kind of layer; heads of which some stand once more have their places anyway.
     """
+    sizes, factors = kinds[0].sizes, grown_most(kinds)
     architecture = sizes.architecture
-    heads = [axis for axis in architecture.growth.heads if sizes.known.get(axis) != 1]
-    factors = {axis: max(each[axis] for each in layers) for axis in architecture.axes}
-    if any(len({each[axis] for axis in heads}) > 1 for each in layers) and not {*heads} & {*filled}:
-        return f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
+    counted = dict.fromkeys((*architecture.growth.heads, *shared_keys(architecture).values()))
+    for kind in kinds[1:] or kinds:
+        heads = [axis for axis in counted if kind.sizes.known.get(axis) != 1]
+        if len({kind.factors[axis] for axis in heads}) > 1 and not {*heads} & {*kind.filling.partials}:
+            return f"{' and '.join(heads)} have to grow by one factor, or heads would read others' keys"
     for axis in (axis for axis in architecture.axes.values() if axis.grouped is not None and factors[axis.name] > 1):
         if _taken_together(sizes, axis.grouped):
             return f"the model takes neighbours along {axis.name} together, so their copies have to stand side by side"

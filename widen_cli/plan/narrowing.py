@@ -20,20 +20,21 @@ from widen_cli.plan.changes import told as told_anew
 from widen_cli.plan.changes import wide_sizes
 from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.grids import block_size
-from widen_cli.plan.growing import Growing, factors_asked
+from widen_cli.plan.growing import Growing, growing
 from widen_cli.plan.growth import growing_axes
-from widen_cli.plan.layer_growth import layer_factors
+from widen_cli.plan.in_layers import shared_partials
+from widen_cli.plan.layer_growth import by_range, layer_factors, said_ranges
 from widen_cli.plan.lookup import held
 from widen_cli.plan.match import Match, Matched, StoredHeader, match_tensors
 from widen_cli.plan.packed import NUMBERS, PackedWeight
-from widen_cli.plan.partial import Partials, partial_axes
+from widen_cli.plan.partial import Partials
 from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
 from widen_cli.plan.rotary import check_way_back
 from widen_cli.plan.shares import old_shares
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import paths
-from widen_cli.plan.wishes import said_as_factors
+from widen_cli.plan.wishes import said_as_factors, said_factor
 from widen_cli.shapes import Dimension
 
 FAULTS_SHOWN = 8
@@ -92,11 +93,12 @@ def narrow_model(
             f"{printable(request.file)}: tensor '{printable(packed.name)}' holds MXFP4 blocks, and means are taken of numbers; {NUMBERS}"
         )
     sizes = resolve_sizes(architecture, wide, match, Faults())
-    request = replace(request, grow=said_as_factors(request.grow, sizes))
+    grow, ranges = by_range(architecture, sizes, request.grow, request.layers)
+    request = replace(request, grow=said_as_factors(grow, sizes), layers=ranges)
     grown = _grown(architecture, match, sizes, wide, request)
     by_types = request.factor is not None and grown.by_types
     found = grown.growth.factors
-    layered = layer_factors(architecture, sizes, found, request.layers)
+    layered = layer_factors(architecture, sizes, found, request.layers, said_factor)
     if known is None and request.rope is None:
         check_way_back(architecture, wide, grown.rotary)
     narrow = _recorded(config, known) if known else _derived(architecture, config, sizes, grown, by_types, layered)
@@ -108,7 +110,8 @@ def narrow_model(
         if axis in growing or (architecture.axes[axis].padded and factor != 1)
     }
     headers = _Headers(architecture, kept, told, found, request, layered).all()
-    return Narrow(headers, narrow, told, replace(request, factor=None, grow=factors), by_types)
+    asked = replace(request, factor=None, grow=factors, layers=said_ranges(layered, request.layers, sizes))
+    return Narrow(headers, narrow, told, asked, by_types)
 
 
 def _grown(
@@ -121,7 +124,7 @@ def _grown(
             size = sizes.known.get(axis, 0)
             if isinstance(by, Fraction) and not is_whole(by) and not is_whole(size / by):
                 faults.add(f"{printable(wide.name)}: {sizes.told_by[axis]} is {size}, {_not_so(axis, by)}")
-    return factors_asked(architecture, match, sizes.grown(told), wide, request)
+    return growing(architecture, match, sizes.grown(told), wide, request)
 
 
 def _of_no_axis(architecture: ArchitectureMap, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def _derived(
     sizes: Sizes,
     grown: Growing,
     by_types: bool,
-    layered: Mapping[str, tuple[int, ...]],
+    layered: Mapping[str, Sequence[Factor]],
 ) -> ModelConfig:
     """The config with its sizes divided, its bases and its lists of frequencies as they were."""
     if not config.present:
@@ -151,7 +154,7 @@ def _derived(
     values: dict[str, Any] = {}
     doubt = ", or stored in other types: then say --grow instead of --factor" if by_types else ""
     inverse = {name: 1 / Fraction(factor) for name, factor in grown.growth.factors.items()}
-    before = wide_sizes(sizes, inverse, {name: [Fraction(1, by) for by in each] for name, each in layered.items()})
+    before = wide_sizes(sizes, inverse, {name: [1 / Fraction(by) for by in each] for name, each in layered.items()})
     with Faults() as faults:
         for name, axis in architecture.axes.items():
             factor = grown.growth.factors[name]
@@ -285,7 +288,7 @@ class _Headers:
         told: ModelConfig,
         factors: Mapping[str, Factor],
         request: PlanRequest,
-        layered: Mapping[str, tuple[int, ...]],
+        layered: Mapping[str, Sequence[Factor]],
     ) -> None:
         self.architecture = architecture
         self.tensors = tensors
@@ -298,7 +301,7 @@ class _Headers:
         self.sizes = self.known_sizes(told)
         self.partials: Partials = {}
         if any(not is_whole(factor) for factor in factors.values()):
-            self.partials = partial_axes(architecture, self.sizes, factors)
+            self.partials = shared_partials(self.sizes, factors, layered)
 
     def known_sizes(self, told: ModelConfig) -> Sizes:
         """The narrow sizes, from the config and from what is divided by one number."""

@@ -16,7 +16,7 @@ from itertools import groupby
 from widen_cli.dimensions import Copies, Fill, Growth, Laid, times
 from widen_cli.errors import WidenError
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.factors import Factor, is_whole
+from widen_cli.plan.factors import Factor, is_whole, unfit_size
 from widen_cli.plan.sizes import Sizes
 from widen_cli.scales import ONE, Scale
 
@@ -84,31 +84,32 @@ Partials = Mapping[str, Partial]
 
 
 def partial_axes(
-    architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor], in_front: frozenset[str] = frozenset()
+    architecture: ArchitectureMap,
+    sizes: Sizes,
+    factors: Mapping[str, Factor],
+    in_front: frozenset[str] = frozenset(),
+    at: str = "",
 ) -> dict[str, Partial]:
     """The axes that grow by a fraction; of those `in_front` the old positions come first, in their order.
 
-    Raises WidenError for those of which it cannot be said where the copies go.
+    `at` is what tells the layer, as `--grow` takes it, whose sizes and factors these are. Raises WidenError for those of which
+    it cannot be said where the copies go.
     """
     found = {axis: Partial(axis, Fraction(factor), ()) for axis, factor in factors.items() if not is_whole(factor)}
+    known = {axis: partial for axis, partial in found.items() if sizes.known.get(axis)}
     faults = [
-        f"--grow {axis}={factors[axis]}: '{axis}' differs from layer to layer, so only whole factors can be; give one"
-        for axis in found
-        if axis in sizes.layered
-    ]
-    faults += [
-        f"--grow {axis}={factors[axis]}: {why}; give a whole factor"
+        f"--grow {axis}={factors[axis]}{at}: {why}; give a whole factor"
         for axis in found
         if (why := architecture.axes[axis].whole)
     ]
+    faults += [fault for axis in known if (fault := unfit_size(axis, factors[axis], sizes.known, at))]
     if faults:
         raise WidenError(*faults)
-    known = {axis: partial for axis, partial in found.items() if axis in sizes.known}
     made = {
         axis: Partial(axis, each.ratio, (_behind if axis in in_front else _segments)(each.ratio, sizes.known[axis]))
         for axis, each in known.items()
     }
-    return made | _grouped(architecture, sizes, factors, made)
+    return made | _grouped(architecture, sizes, factors, made, at)
 
 
 def _segments(ratio: Fraction, size: int) -> tuple[Segment, ...]:
@@ -125,13 +126,13 @@ def _behind(ratio: Fraction, size: int) -> tuple[Segment, ...]:
 
 
 def _grouped(
-    architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor], made: Mapping[str, Partial]
+    architecture: ArchitectureMap, sizes: Sizes, factors: Mapping[str, Factor], made: Mapping[str, Partial], at: str
 ) -> dict[str, Partial]:
     """The heads of queries, where they share keys: within each group, as many copies as the group's keys serve."""
     found: dict[str, Partial] = {}
     for heads, keys in shared_keys(architecture).items():
-        if {heads, keys} <= sizes.known.keys() and {heads, keys} & made.keys():
-            found |= _in_groups(heads, keys, sizes, factors, made)
+        if sizes.known.get(heads) and sizes.known.get(keys) and {heads, keys} & made.keys():
+            found |= _in_groups(heads, keys, sizes, factors, made, at)
     return found
 
 
@@ -145,17 +146,17 @@ def shared_keys(architecture: ArchitectureMap) -> dict[str, str]:
                     left=ast.BinOp(left=ast.Name(id=heads), op=ast.Mod(), right=ast.Name(id=keys)),
                     ops=[ast.Eq()],
                     comparators=[ast.Constant(value=0)],
-                ) if {heads, keys} <= {*architecture.growth.heads}:
+                ) if heads in architecture.growth.heads and keys in architecture.axes:
                     found[heads] = keys
     return found
 
 
 def _in_groups(
-    heads: str, keys: str, sizes: Sizes, factors: Mapping[str, Factor], made: Mapping[str, Partial]
+    heads: str, keys: str, sizes: Sizes, factors: Mapping[str, Factor], made: Mapping[str, Partial], at: str
 ) -> dict[str, Partial]:
     old, kept = sizes.known[heads], sizes.known[keys]
     new, serving = old * Fraction(factors[heads]), kept * Fraction(factors[keys])
-    told = f"--grow {heads}={factors[heads]},{keys}={factors[keys]}: {new} {heads} over {serving} {keys}"
+    told = f"--grow {heads}={factors[heads]}{at},{keys}={factors[keys]}{at}: {new} {heads} over {serving} {keys}"
     if new % serving or old % kept:
         raise WidenError(f"{told} are not as many for each; choose {heads} as a multiple of {keys}")
     copies = _copies_of_keys(made.get(keys), kept, factors[keys])

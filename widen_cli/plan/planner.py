@@ -13,12 +13,14 @@ from widen_cli.plan.changes import ConfigChanges
 from widen_cli.plan.checks import check_input, check_requirements
 from widen_cli.plan.choice import Choice
 from widen_cli.plan.doubts import Doubts
+from widen_cli.plan.factors import Factor
 from widen_cli.plan.filling import Filling
 from widen_cli.plan.gradients import GradientBuilder
 from widen_cli.plan.grids import UnfitGridError, apart, block_size, with_grid
 from widen_cli.plan.growing import Growing, growing
 from widen_cli.plan.growth import growing_axes
-from widen_cli.plan.layer_growth import by_layer, layer_factors
+from widen_cli.plan.in_layers import InLayer, InLayers, grown_most, shared_partials, unfit_layers
+from widen_cli.plan.layer_growth import by_range, layer_count, layer_factors, said_ranges
 from widen_cli.plan.layouts import Arrangement, arrange, side_by_side
 from widen_cli.plan.made import scaled_scalars, with_divisors, with_scalars
 from widen_cli.plan.match import Match, StoredHeader, match_tensors
@@ -26,7 +28,7 @@ from widen_cli.plan.modes import MODES
 from widen_cli.plan.numbered import numbered_heads
 from widen_cli.plan.offers import NoScalingError, exact_alone, with_offer
 from widen_cli.plan.packed import NUMBERS, PackedWeight
-from widen_cli.plan.partial import partial_output
+from widen_cli.plan.partial import Partials, partial_output
 from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import Gradient, Plan, TensorPlan
 from widen_cli.plan.rotary import (
@@ -55,10 +57,13 @@ def make_plan(
         loose = untied(architecture, match, tensors, config, request.file)
         plan = make_plan(architecture, loose.tensors, loose.config, replace(request, untie=False))
         return loose.told(plan, request.file)
+    grow, ranges = by_range(architecture, sizes, request.grow, request.layers)
+    request = replace(request, grow=grow, layers=ranges)
     grown = growing(architecture, match, sizes, config, request)
     layered = layer_factors(architecture, sizes, grown.growth.factors, request.layers)
+    shared = shared_partials(sizes, grown.growth.factors, layered, grown.rotary.axes)
     check_requirements(architecture, sizes, grown.growth.factors, printable(request.file), layered)
-    planner = _Planner(architecture, match, sizes, grown, config, request, layered)
+    planner = _Planner(architecture, match, sizes, grown, config, request, layered, shared)
     try:
         plan = planner.plan(tensors)
     except NoScalingError as error:
@@ -85,10 +90,10 @@ class _Planner:
         grown: Growing,
         config: ModelConfig,
         request: PlanRequest,
-        layered: dict[str, tuple[int, ...]],
+        layered: dict[str, tuple[Factor, ...]],
+        shared: Partials,
     ) -> None:
         self.architecture = architecture
-        self.layered = layered
         self.rotary = grown.rotary
         self.match = match
         self.sizes = sizes
@@ -96,16 +101,32 @@ class _Planner:
         self.config = config
         self.request = request
         self.file = printable(request.file)
-        self.spaces = SpaceScales(architecture, match, self.growth.factors, config, self.rotary, grown.partials)
+        self.spaces = SpaceScales(architecture, match, self.growth.factors, config, self.rotary, shared)
         self.changes = ConfigChanges(sizes, self.growth.factors, self.spaces, config, request.types.dtype, layered)
-        self.filling = Filling(architecture, self.spaces, grown.partials, request.fill)
-        if faults := [f"{self.file}: {self.said(axis)}: {why}" for axis, why in self.filling.faults()]:
-            raise WidenError(*faults)
+        self.in_layers = InLayers(
+            sizes,
+            self.growth.factors,
+            layered,
+            self.rotary.axes,
+            shared,
+            lambda partials: Filling(architecture, self.spaces, partials, request.fill),
+        )
+        self.kinds = tuple(self.in_layers.kinds())
+        self.filling = self.in_layers.everywhere.filling
+        layers = layer_count(architecture, sizes) or 0
+        faults = dict.fromkeys(
+            f"{self.said(kind, axis)}: {why}" for kind in self.kinds for axis, why in kind.filling.faults()
+        )
+        faults |= dict.fromkeys(unfit_layers(self.in_layers, layers, config))
+        if faults:
+            raise WidenError(*(f"{self.file}: {text}" for text in faults))
         self.warnings: list[str] = []
 
-    def said(self, axis: str) -> str:
+    def said(self, kind: InLayer, axis: str) -> str:
         """What makes an axis grow, as it was written or as it follows."""
-        grows = f"{axis}={self.growth.factors[axis]}"
+        if axis in self.in_layers.layered:
+            return f"--grow {axis}={kind.factors[axis]}{kind.at}"
+        grows = f"{axis}={kind.factors[axis]}"
         return f"--grow {grows}" if axis in self.request.grow else f"{grows}, which follows from what was asked for"
 
     def plan(self, tensors: Sequence[StoredHeader]) -> Plan:
@@ -121,9 +142,8 @@ class _Planner:
         arranged = self.arranged(tensors, mode, scales)
         config = self.changes.all(scales) + rotary_changes(self.architecture, self.config, self.rotary, self.pairs())
         config += share_changes(self.architecture, self.config, self.rotary, self.pairs())
-        doubts = Doubts(
-            self.match, self.sizes, self.spaces, self.growth.factors, self.rotary, self.config, self.request
-        )
+        factors, layered = self.growth.factors, self.in_layers.layered
+        doubts = Doubts(self.match, self.sizes, self.spaces, factors, layered, self.rotary, self.config, self.request)
         self.warnings += doubts.lines()
         if not self.config.present and config:
             listed = ", ".join(f"{change.key} = {change.new}" for change in config)
@@ -164,7 +184,7 @@ class _Planner:
             outputs=self.outputs(scales),
             layout=arranged.layout,
             scalars=scaled_scalars(self.architecture, arranged.tensors),
-            layers=tuple(map(str, self.request.layers)),
+            layers=tuple(map(str, said_ranges(self.in_layers.layered, self.request.layers, self.sizes))),
             approximate=self.rotary.approximate,
             gradients=self.gradients(mode, scales, arranged.layout) if self.request.gradients else {},
             numbered=numbered_heads(
@@ -189,24 +209,18 @@ class _Planner:
 
     def gradients(self, mode: str, scales: dict[str, Any], layout: str) -> dict[str, Gradient]:
         """What becomes of every matched tensor's gradient."""
-        builders: dict[int | None, GradientBuilder] = {}
+        builders: dict[int, GradientBuilder] = {}
         found: dict[str, Gradient] = {}
         for item in self.match.matched:
-            layer = item.layer(self.architecture) if self.layered else None
-            if layer not in builders:
-                sizes = self.sizes.at(layer)
-                own = {axis: each[layer] for axis, each in self.layered.items()} if layer is not None else {}
-                factors = {**self.growth.factors, **own}
-                builders[layer] = GradientBuilder(
-                    sizes, factors, scales, self.spaces, MODES[mode], layout, self.rotary, self.filling
-                )
-            found[item.tensor.name] = builders[layer].gradient(item, self.match)
+            here = self.in_layers.at(item.layer(self.architecture))
+            if id(here) not in builders:
+                builders[id(here)] = GradientBuilder(here, scales, self.spaces, MODES[mode], layout, self.rotary)
+            found[item.tensor.name] = builders[id(here)].gradient(item, self.match)
         return found
 
     def arranged(self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any]) -> Arrangement:
         """The tensors' plans, with copies laid as was asked for or as quantised blocks allow."""
-        factors = [self.growth.factors, *by_layer(self.growth.factors, self.layered)]
-        uneven = side_by_side(self.sizes, self.match, factors, self.filling.partials)
+        uneven = side_by_side(self.match, self.kinds)
         return arrange(
             self.request.layout,
             lambda layout: self.tensor_plans(tensors, mode, scales, layout),
@@ -219,17 +233,7 @@ class _Planner:
         self, tensors: Sequence[StoredHeader], mode: str, scales: dict[str, Any], layout: str
     ) -> tuple[TensorPlan, ...]:
         silent, first = self.spaces.silent(MODES[mode]), self.spaces.first_copies()
-        builder = TreeBuilder(
-            self.sizes,
-            self.growth.factors,
-            scales,
-            silent,
-            layout,
-            self.rotary,
-            first,
-            filling=self.filling,
-            layered=self.layered,
-        )
+        builders = {id(kind): TreeBuilder(kind, scales, silent, layout, self.rotary, first) for kind in self.kinds}
         matched = {item.tensor.name: item for item in self.match.matched}
         carried = {tensor.name for tensor in self.match.carried}
         grids = {grid.name for grid in self.match.grids.values()}
@@ -246,11 +250,12 @@ class _Planner:
             elif item := matched.get(tensor.name):
                 target = self.request.types.of(self.architecture, item)
                 try:
-                    made = builder.tensor_plan(item, self.match, target)
+                    here = self.in_layers.at(item.layer(self.architecture))
+                    made = builders[id(here)].tensor_plan(item, self.match, target)
                     times = self.request.times.get(tensor.name, ONE)
                     made = replace(made, scale=made.scale * times, seed=self.request.seed)
                     planned += self.with_grid(
-                        with_split(made, item, self.request.split, tied, self.filling.without_copies)
+                        with_split(made, item, self.request.split, tied, here.filling.without_copies)
                     )
                 except (UnfitTypeError, UnfitGridError) as error:
                     unfit.add(f"{self.file}: {error}")
@@ -352,7 +357,7 @@ class _Planner:
         """What a split does to the ties between copies; a warning where it does nothing."""
         matched = {item.tensor.name: item for item in self.match.matched}
         pairs, axes = self.spaces.reading.contractions, growing_axes(self.architecture)
-        ties = Ties(self.sizes, self.growth.factors, axes, pairs, self.rotary.once)
+        ties = Ties(self.sizes, grown_most(self.kinds), axes, pairs, self.rotary.once)
         note = ties.note(self.request.split, plans, matched)
         if self.request.split and note is None:
             self.warnings.append(f"{self.request.split}: no weight reads an axis that grows, so it has no effect")

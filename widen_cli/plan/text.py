@@ -89,6 +89,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "scaling": plan.mode,
         "why": plan.why,
         "factors": plan.named_factors,
+        "layers": list(plan.layers),
         "scales": {space: {"text": str(scale), "value": float(scale)} for space, scale in plan.scales.items()},
         "function_exact": not plan.approximate,
         "bit_exact": _bit_exact(plan),

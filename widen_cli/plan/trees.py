@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
@@ -12,13 +12,12 @@ from widen_cli.dtypes import DType
 from widen_cli.errors import printable
 from widen_cli.map_rules import TensorRule
 from widen_cli.plan.factors import Factor, is_whole
-from widen_cli.plan.filling import Filling
+from widen_cli.plan.in_layers import InLayer
 from widen_cli.plan.laws import width_power
 from widen_cli.plan.match import Match, Matched
 from widen_cli.plan.partial import Partial, Partials, Segment
 from widen_cli.plan.result import TensorPlan, Twin
 from widen_cli.plan.rotary import Rotary
-from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import carrier, paths
 from widen_cli.scales import ONE, Scale
 from widen_cli.shapes import Dimension, Name, Parts, Product, Term
@@ -37,35 +36,31 @@ class UnfitTypeError(Exception):
 
 
 class TreeBuilder:
-    """Makes tensor plans; `silent` are the spaces of which only the first copies are read, `first` those of which only
-    they are written.
+    """Makes plans of the tensors in one layer, or in layers like it; `silent` are the spaces of which only the first copies are
+    read, `first` those of which only they are written.
 
     `layout` is `interleave`, copies side by side, or `tile`, an axis as a whole after itself; what is rotated goes its own way.
     """
 
     def __init__(
         self,
-        sizes: Sizes,
-        factors: Mapping[str, Factor],
+        here: InLayer,
         scales: dict[str, Scale],
         silent: frozenset[str],
         layout: str = "interleave",
         rotary: Rotary | None = None,
         first: frozenset[str] = frozenset(),
-        filling: Filling | None = None,
-        layered: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.tiled = layout == "tile"
         self.rotary = rotary or Rotary()
         self.first = first
-        self.all_sizes = self.sizes = sizes
-        self.all_factors = self.factors = factors
-        self.layered = layered or {}
+        self.sizes = here.sizes
+        self.factors = here.factors
         self.scales = scales
         self.silent = silent
-        self.filling = filling
-        self.partials: Partials = filling.partials if filling else {}
-        heads = sizes.architecture.growth.heads
+        self.filling = here.filling
+        self.partials: Partials = here.filling.partials
+        heads = self.sizes.architecture.growth.heads
         self.unmoved = frozenset(heads) if self.partials.keys() & {*heads} else frozenset[str]()
         self.rule: TensorRule | None = None
 
@@ -80,16 +75,11 @@ class TreeBuilder:
             return replace(plan, source=item.tensor, names=self.names(item), pattern=match.written(item.rule.pattern))
         rule, tensor = item.rule, item.tensor
         self.rule = rule
-        layer = item.layer(self.all_sizes.architecture)
-        self.sizes, self.factors = self.all_sizes.at(layer), self.all_factors
-        if layer is not None and self.layered:
-            self.factors = {**self.all_factors, **{axis: each[layer] for axis, each in self.layered.items()}}
         growth = tuple(
             self.dimension(dimension, size) for dimension, size in zip(rule.shape.dimensions, tensor.shape, strict=True)
         )
         multiplier = ONE if rule.times is None else width_power(rule.times.tree, self.factor)
-        scale = multiplier**-1 * (tensor.scale if isinstance(tensor, Twin) else ONE)
-        scale = scale * self.filling.gain(rule) if self.filling else scale
+        scale = multiplier**-1 * (tensor.scale if isinstance(tensor, Twin) else ONE) * self.filling.gain(rule)
         weight = any(dimension.role != "carried" for dimension in rule.shape.dimensions)
         if tensor.dtype.kind == "opaque" or (weight and tensor.dtype.kind == "integer"):
             raise UnfitTypeError(
@@ -100,7 +90,7 @@ class TreeBuilder:
 
     def table(self, item: Matched, match: Match) -> Matched | None:
         """The stored weight that a stored head is tied to, where what fills it could differ."""
-        ties = self.filling.spaces.ties if self.filling and self.partials else []
+        ties = self.filling.spaces.ties if self.partials else []
         found = next((match.by_name(tie.to) for tie in ties if tie.tensor == item.rule.pattern), None)
         return found if found is not None and found.tensor.shape == item.tensor.shape else None
 
@@ -194,7 +184,6 @@ class TreeBuilder:
     ) -> Growth:
         """The same of an axis whose new size is no multiple: its positions in parts with as many copies each."""
         filling, rule = self.filling, self.rule
-        assert filling is not None
         assert rule is not None
         if size != partial.old:
             raise UnknownSizeError((partial.axis,))

@@ -21,7 +21,7 @@ _KINDS = {"+": "more", "to:": "size"}
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked of one axis; `text` is how it was written.
+    """What is asked of one axis; `text` is how it was written, with `at` (`@8-15`) behind it where it is asked of some layers.
 
     `kind` says what `number` is: a `factor`, a count of `more`, a `size`, or `plain`, which the present size decides.
     `multiple` is what the new size is rounded up to.
@@ -32,9 +32,14 @@ class Wish:
     kind: str
     number: Fraction
     multiple: int = 0
+    at: str = ""
 
     def __str__(self) -> str:
-        return f"{self.axis}={self.text}"
+        return self.instead(self.text)
+
+    def instead(self, text: str) -> str:
+        """Another wish of the same axis and layers, as it is written."""
+        return f"{self.axis}={text}{self.at}"
 
     def ratio(self, sizes: Sizes) -> Fraction:
         """New size over old. Raises WidenError with what cannot be meant, or reached, from the present size."""
@@ -50,16 +55,16 @@ class Wish:
         if size.denominator != 1:
             above = -(-size // 1)
             # A small number could be a factor too.
-            plain = above if above > LARGEST_FACTOR else f"to:{above}"
+            plain = f"{above}" if above > LARGEST_FACTOR else f"to:{above}"
             raise WidenError(
                 f"{here}: {_decimal(self.number)} times {present} is {_decimal(size)}, no whole number; write "
-                f"{self.axis}={plain}, or {self.axis}={self.text}:round:1 for the next one"
+                f"{self.instead(plain)}, or {self.instead(f'{self.text}:round:1')} for the next one"
             )
         if size < present:
             raise WidenError(
                 f"{here}: {size} is less than the {present} there are, and nothing shrinks here; `widen-ckpt collapse` takes a growth back"
                 + (
-                    f", and {size} times as many is {self.axis}={size}x"
+                    f", and {size} times as many is {self.instead(f'{size}x')}"
                     if self.kind == "plain" and not self.multiple
                     else ""
                 )
@@ -78,8 +83,8 @@ class Wish:
             return present * self.number
         called = f"{self.number} {self.axis}" if self.axis.endswith("s") else f"{self.axis} {self.number}"
         raise WidenError(
-            f"{here}: can mean {called} or {self.number} times as many; write {self.axis}={self.number}x for "
-            f"{present * self.number}, or {self.axis}=to:{self.number} for {self.number}"
+            f"{here}: can mean {called} or {self.number} times as many; write {self.instead(f'{self.number}x')} for "
+            f"{present * self.number}, or {self.instead(f'to:{self.number}')} for {self.number}"
         )
 
     def _of_layers(self, here: str, layers: tuple[int, ...]) -> Fraction:
@@ -87,7 +92,7 @@ class Wish:
         ratio = self.as_factor()
         if ratio is None:
             raise WidenError(
-                f"{here}: '{self.axis}' is {min(layers)} to {max(layers)}, layer by layer, so a size cannot be said of it; "
+                f"{here}: '{self.axis}' is {min(layers)} to {max(layers)}, layer by layer, so a size cannot be said of all; "
                 f"write a factor, such as {self.axis}=2x"
             )
         if any((ratio * size).denominator != 1 for size in layers):
@@ -100,7 +105,7 @@ class Wish:
         ratio = self.as_factor()
         if ratio is None:
             raise WidenError(
-                f"{here}: nothing tells how many '{self.axis}' there are, so only a factor can be said, such as {self.axis}=2x; "
+                f"{here}: nothing tells how many '{self.axis}' there are, so only a factor can be said, such as {self.instead('2x')}; "
                 "give --config, or --set with its size"
             )
         return ratio
@@ -185,22 +190,22 @@ def said_as_factors(wishes: Mapping[str, Wish | Fraction | int], sizes: Sizes) -
     factors: dict[str, Fraction] = {}
     with Faults() as faults:
         for axis, wish in wishes.items():
-            factor = wish.as_factor() if isinstance(wish, Wish) else Fraction(wish)
-            if (
-                factor is None
-                and isinstance(wish, Wish)
-                and wish.kind == "plain"
-                and wish.number < sizes.known.get(axis, 0)
-            ):
-                factor = wish.number
-            if factor is None:
-                faults.add(
-                    f"--grow {printable(str(wish))}: tells what '{printable(axis)}' grew to, and the way back needs by how much; "
-                    f"write {printable(axis)}=2x"
-                )
-            else:
-                factors[axis] = factor
+            with faults.collecting():
+                factors[axis] = said_factor(wish, sizes) if isinstance(wish, Wish) else Fraction(wish)
     return factors
+
+
+def said_factor(wish: Wish, sizes: Sizes) -> Fraction:
+    """The same of one wish. Raises WidenError for one that tells the new size alone."""
+    factor = wish.as_factor()
+    if factor is None and wish.kind == "plain" and not wish.multiple and wish.number < sizes.known.get(wish.axis, 0):
+        factor = wish.number
+    if factor is None:
+        raise WidenError(
+            f"--grow {printable(str(wish))}: tells what '{printable(wish.axis)}' grew to, and the way back needs by how much; "
+            f"write {printable(wish.instead('2x'))}"
+        )
+    return factor
 
 
 def _bounded(here: str, ratio: Fraction) -> Fraction:
