@@ -376,7 +376,7 @@ def test_what_blocks_cannot_hold(tmp_path: Path) -> None:
         ("llama", "heads=7/6,hidden=7/6", {}, "7 heads over 3 kv_heads are not as many for each"),
         ("llama_gqa", "heads=1,kv_heads=3/2", {}, "leave some of the old 3 heads of a group without a place"),
         ("qwen3", "head_dim=3/2", {}, "--grow head_dim=3/2: rotary = head_dim / 2 would be 15/2, which is no whole size"),
-        ("llama", "head_dim=4/3", {"rope": "spread"}, "--rope spread: cannot grow heads by 4/3; --rope theta can"),
+        ("llama", "head_dim=4/3", {"rope": "spread"}, "--rope spread: cannot grow head_dim by 4/3; --rope theta can"),
         ("llama", "vocab=2", {}, "--grow vocab: 'vocab' is only padded, to less than twice its size"),
         ("mamba2", "heads=4/3", {}, "runs over all of them at once"),
     ],

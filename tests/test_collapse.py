@@ -610,6 +610,23 @@ def test_without_a_record(variant: str, options: dict[str, Any], tmp_path: Path)
     assert models.relative_error(before, models.outputs(tmp_path / "back", torch.float64)) < 1e-6
 
 
+def test_a_base_that_two_ways_may_have_left(tmp_path: Path) -> None:
+    """10000 to the fourth may be one that was raised, or one that was left since its own fourth power leaves float32."""
+    source, wide = tmp_path / "narrow", tmp_path / "wide"
+    models.build("llama", torch.float64).save_pretrained(source)
+    widened(source, wide, grow="head_dim=4x", scaling="copy")
+    edited(wide, lambda values: None, record=False)
+    with pytest.raises(WidenError) as refused:
+        back(wide, tmp_path / "back", grow="head_dim=4x", scaling="copy")
+    doubt = (
+        "rope_parameters.rope_theta is 1e+16, which --rope theta may have made, or --rope spread left; say which it was"
+    )
+    assert str(refused.value) == f"{wide / 'config.json'}: {doubt}"
+    folded = back(wide, tmp_path / "back", grow="head_dim=4x", scaling="copy", rope="theta")
+    assert not folded.moved
+    assert set(differing(source, tmp_path / "back")) <= {*folded.inexact, "head_dim"}
+
+
 def test_what_torch_saved(narrow: Path, tmp_path: Path) -> None:
     """A state dict of a training loop, transposed views and all."""
     widened(narrow, tmp_path / "wide", scaling="sum")

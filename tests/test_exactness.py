@@ -24,4 +24,4 @@ def test_figures_of_a_few_rows(tmp_path: Path) -> None:
     assert figure("--depth 2x") == "0.0e+00"
     assert float(figure("vocab=round:128")) <= 1e-11
     assert float(figure("head_dim=2x --rope pairs")) > 0.1
-    assert figure("head_dim=1.5x --rope spread").startswith("refused: --rope spread: cannot grow heads by 3/2")
+    assert figure("head_dim=1.5x --rope spread").startswith("refused: --rope spread: cannot grow head_dim by 3/2")

@@ -632,11 +632,9 @@ def test_the_scale_of_granite_counts(narrow: Narrow, tmp_path: Path) -> None:
     assert error("granite", narrow("granite"), wide, job) > CLEAR
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [("llama", "spread"), ("qwen2", "spread"), ("llama-yarn", "theta"), ("qwen2-yarn", "theta")]
-)
-def test_the_first_exact_way_is_taken(narrow: Narrow, tmp_path: Path, name: str, way: str) -> None:
-    for out, options in (("a.gguf", {}), ("b.gguf", {"rope": way})):
+@pytest.mark.parametrize("name", ["llama", "qwen2", "llama-yarn", "qwen2-yarn"])
+def test_a_raised_base_is_the_default(narrow: Narrow, tmp_path: Path, name: str) -> None:
+    for out, options in (("a.gguf", {}), ("b.gguf", {"rope": "theta"})):
         widen(narrow(name), tmp_path / out, growth(name, 2), **options)
     assert read(tmp_path / "a.gguf").model == read(tmp_path / "b.gguf").model
 
@@ -657,7 +655,7 @@ def refusal(path: Path, out: Path, grow: str, **options: Any) -> list[str]:
         ("llama-yarn", "spread", "--rope spread: is not exact with this model's frequency scaling; these are: theta"),
         ("llama-yarn", "frequencies", "--rope frequencies: is not exact with this model's frequency scaling; these are: theta"),
         ("qwen2-yarn", "spread", "--rope spread: is not exact with this model's frequency scaling; these are: theta"),
-        ("qwen2", "frequencies", "--rope frequencies: is not exact for 'qwen2'; these are: spread, theta"),
+        ("qwen2", "frequencies", "--rope frequencies: is not exact for 'qwen2'; these are: theta, spread"),
         ("gpt2", "spread", "--rope spread: 'gpt2' has no rotary positions; leave --rope out"),
         ("deepseek2", "theta", "--rope theta: is not exact for 'deepseek2'; none is"),
     ],
@@ -683,8 +681,9 @@ def test_a_base_that_float32_does_not_hold(narrow: Narrow, tmp_path: Path) -> No
     # 10000**9 fits.
     widen(narrow("llama-plain"), tmp_path / "wide.gguf", "head_dim=9", rope="theta")
     assert read(tmp_path / "wide.gguf").number("llama.rope.freq_base") == np.float32(1e36)
-    # The way by itself needs no base.
+    # Where nothing is asked for, the next exact way is taken, which keeps the base.
     widen(narrow("llama-plain"), tmp_path / "other.gguf", "head_dim=10")
+    assert "llama.rope.freq_base" not in read(tmp_path / "other.gguf").model[0]
 
 
 @pytest.mark.parametrize("way", ["theta", "frequencies"])

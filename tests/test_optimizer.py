@@ -5,7 +5,6 @@ Both models see the same batches under a learning rate of 0, so that their momen
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ import families_hybrids
 import families_llama
 import families_newer
 import models
+import optimizer_here
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -29,7 +29,6 @@ from transformers.trainer_pt_utils import get_parameter_names
 from widen_cli.cli import cli
 from widen_cli.moments import attach
 from widen_cli.plan import gradients
-from widen_cli.running import optimizer_child
 
 VARIANTS = models.VARIANTS | {
     name: variant
@@ -83,13 +82,7 @@ def by_name(model: Any, state: dict[str, Any]) -> Moments:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the child process does is done in this one, which has the libraries loaded; a Trainer's test starts a real one."""
-
-    def answer(module: str, request: dict[str, Any], folder: Path, name: str) -> Path:
-        done = optimizer_child.orders(request) if "configs" in request else optimizer_child.written(request)
-        (folder / "answer").write_text(json.dumps(done))
-        return folder / "answer"
-
-    monkeypatch.setattr(attach, "answer_of", answer)
+    monkeypatch.setattr(attach, "answer_of", optimizer_here.answer)
 
 
 @pytest.fixture(scope="module")

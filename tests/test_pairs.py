@@ -140,7 +140,7 @@ def test_what_a_user_is_told(narrow: Narrow, tmp_path: Path) -> None:
     given = ["convert", source, wide, "--grow", "head_dim=2x", "--rope", "pairs"]
     refused = CliRunner().invoke(cli, given)
     assert refused.exit_code == 1
-    assert f"{SLOWER}, and --rope spread or theta or frequencies keeps it" in refused.stderr
+    assert f"{SLOWER}, and --rope theta or spread or frequencies keeps it" in refused.stderr
     told = CliRunner().invoke(cli, [*given, "--allow-approximate", "--depth", "drop:0"])
     assert "approximate, by --depth drop:0; --rope pairs;" in told.stderr
     said = CliRunner().invoke(cli, [*given, "--allow-approximate", "--force", "--dry-run", "--json"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import families_encoders
 import families_llama
+import families_multimodal
 import families_older
 import gguf
 import gguf_families
@@ -309,3 +310,18 @@ def test_the_way_back_leaves_the_weights_apart(folders: Path, tmp_path: Path) ->
         assert config == {**json.loads((source / "config.json").read_text()), "tie_word_embeddings": False}
         assert told == [f"{wide}: its weights were untied by --untie, and those of the narrow model stay so"]
         assert error(name, source, back, job) <= EXACT
+
+
+def test_the_way_back_where_the_whole_model_says_what_is_tied(tmp_path: Path) -> None:
+    """The key stands beside the part of the config that the map reads, and in the record under that place."""
+    source, wide, back = tmp_path / "narrow", tmp_path / "wide", tmp_path / "back"
+    variant = next(
+        family.variants["paligemma2"] for family in families_multimodal.FAMILIES if "paligemma2" in family.variants
+    )
+    models.build(variant, torch.float64).save_pretrained(source)
+    widen(source, wide, scaling="copy")
+    collapse(Options(str(wide), str(back), factor=None), None, lambda nbytes: None, lambda text: None)
+    config = json.loads((back / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    before, after = (models.outputs(one, torch.float64, inputs=variant.inputs) for one in (source, back))
+    assert models.relative_error(before, after) <= EXACT

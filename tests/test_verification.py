@@ -317,6 +317,13 @@ def test_narrow_and_wide_swapped(narrow: Path, wide: Path) -> None:
     )
 
 
+def test_other_options_than_the_conversion_had(narrow: Path, wide: Path) -> None:
+    assert told(narrow, wide, "--factor", "3")[0] == (
+        f"none of its 15 matrices has the name and shape that widening {narrow} gives: it was widened by other options "
+        "(leave out those given, if it records its own), or it was made of another model"
+    )
+
+
 def test_a_wide_model_of_another_narrow_one(narrow: Path, wide: Path, tmp_path: Path) -> None:
     edited(narrow, lambda tensors: tensors.update({name: 2 * array for name, array in tensors.items()}))
     likely = (

@@ -182,9 +182,12 @@ def _likely(job: Job, found: Checkpoint, record: Record | None, differing: Colle
     if any(stored.get(name) == shape for name, shape in wanted.items()):
         since = "that was trained since or stored in other types; or it was made of another model"
         return f"none of its {len(wanted)} matrices is what widening {narrow} gives, as of a model {since}"
+    # With the same names in other shapes and no sign of a swap, the sizes asked for are as likely wrong as the model.
+    ways = not swapped and wanted.keys() <= stored.keys()
     return (
         f"none of its {len(wanted)} matrices has the name and shape that widening {narrow} gives: "
         + ("the two are likely swapped (verify NARROW WIDE), or " if swapped else "")
+        + ("it was widened by other options (leave out those given, if it records its own), or " if ways else "")
         + "it was made of another model"
     )
 

@@ -30,6 +30,7 @@ from widen_cli.plan.factors import Factor
 from widen_cli.plan.match import match_tensors
 from widen_cli.plan.narrowing import narrow_model, settled
 from widen_cli.plan.result import DEPENDS, ROUNDS
+from widen_cli.plan.untie import tie_places
 from widen_cli.records import Built, Was
 from widen_cli.shards import output_shards
 from widen_cli.targets import check_parts, check_room, check_targets, config_target_of, unsaved
@@ -179,11 +180,11 @@ def _planned(options: Options, wide: Checkpoint, making: Making, faults: Faults)
         upcycling = Upcycling(choice.architecture, architecture, asked.experts, asked.slices)
         match = match_tensors(architecture, wide.tensors, wide.config, choice.root)
         request = replace(request, times=upcycling.times(wide.tensors, match))
-    untied = architecture.untie if asked.untie else ()
+    untied = tie_places(architecture) if asked.untie else ()
     narrow = narrow_model(architecture, wide.tensors, wide.config, request, known(was, kept, untied))
     plan = make_plan(architecture, narrow.headers, narrow.told, narrow.request)
     if was is not None:
-        refuse_foreign(wide, was, plan, {*parse_settings(asked.settings), *architecture.untie})
+        refuse_foreign(wide, was, plan, {*parse_settings(asked.settings), *tie_places(architecture)})
     found = folds(wide, plan, options, was if kept else None, faults)
     if not faults.texts:
         check_equal(wide, plan)

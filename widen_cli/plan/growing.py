@@ -12,7 +12,7 @@ from widen_cli.plan.growth import AxisGrowth, axis_growth, position_axes, positi
 from widen_cli.plan.match import Match
 from widen_cli.plan.partial import Partials, partial_axes
 from widen_cli.plan.request import PlanRequest
-from widen_cli.plan.rotary import Rotary, rotary_fraction, rotary_method, why_none
+from widen_cli.plan.rotary import Rotary, rotary_default, rotary_fraction, rotary_method, why_none
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.spaces import config_condition
 from widen_cli.plan.wishes import wished
@@ -55,6 +55,8 @@ def factors_asked(
     factor = max((growth.factors[axis] for axis in axes), default=1)
     if not is_whole(factor):
         method = rotary_fraction(architecture, config, request.rope, factor)
+    elif request.rope is None:
+        method = rotary_default(architecture, config, method, factor)
     rotary = Rotary(method or "", axes, factor)
     return Growing(growth, rotary, {}, by_types)
 

@@ -29,6 +29,7 @@ from widen_cli.plan.packed import NUMBERS, PackedWeight
 from widen_cli.plan.partial import Partials, partial_axes
 from widen_cli.plan.request import PlanRequest
 from widen_cli.plan.result import EXACT, ConfigChange, Plan
+from widen_cli.plan.rotary import check_way_back
 from widen_cli.plan.shares import old_shares
 from widen_cli.plan.sizes import Sizes, resolve_sizes
 from widen_cli.plan.spaces import paths
@@ -96,6 +97,8 @@ def narrow_model(
     by_types = request.factor is not None and grown.by_types
     found = grown.growth.factors
     layered = layer_factors(architecture, sizes, found, request.layers)
+    if known is None and request.rope is None:
+        check_way_back(architecture, wide, grown.rotary)
     narrow = _recorded(config, known) if known else _derived(architecture, config, sizes, grown, by_types, layered)
     told = narrow.with_values(request.settings)
     growing = growing_axes(architecture)

@@ -10,14 +10,16 @@ source has them: copy k of pair j is turned by base**(-2(r j + k)/(r d)), so the
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from widen_cli.config import ModelConfig, is_number
 from widen_cli.errors import WidenError, brief, printable
 from widen_cli.formulas import Formula, UnknownValueError, evaluate
 from widen_cli.map_checks import PAIRS
 from widen_cli.map_rules import ArchitectureMap
-from widen_cli.plan.factors import Factor
+from widen_cli.plan.factors import Factor, is_whole
 from widen_cli.plan.frequencies import listed_frequencies
 from widen_cli.plan.growth import PLAIN
 from widen_cli.plan.lookup import config_lookup, held
@@ -85,6 +87,46 @@ def _check_pairs(why_not: str | None, exact: list[str], allowed: bool) -> None:
         )
 
 
+def rotary_default(
+    architecture: ArchitectureMap, config: ModelConfig, method: str | None, factor: Factor
+) -> str | None:
+    """The way by which heads grow where none was asked for: `method`, else the next that keeps the function where a raised base
+    would leave float32, or is not known since there is no config."""
+    if method == "theta" and any(True for _ in _not_raised(architecture, config, factor)):
+        return _after_theta(architecture, config) or method
+    return method
+
+
+def check_way_back(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary) -> None:
+    """Raises WidenError where a wide config does not tell by which way heads grew that were not told one: a base of which the
+    power leaves float32 is a raised one, or one that was left as it was for that reason."""
+    if rotary.factor == 1 or rotary.method == "theta" or not is_whole(rotary.factor):
+        return
+    for place, base in _not_raised(architecture, config, rotary.factor):
+        if place in config and config.present:
+            raise WidenError(
+                f"{printable(config.name)}: {place} is {base}, which --rope theta may have made, or --rope {rotary.method} left; "
+                "say which it was"
+            )
+
+
+def _not_raised(architecture: ArchitectureMap, config: ModelConfig, factor: Factor) -> Iterator[tuple[str, Any]]:
+    """The bases, by their places, that have no power in float32, or that nothing tells, since there is no config."""
+    for key in architecture.rope.keys if architecture.rope else ():
+        for place in _places(architecture, config, key):
+            base = _said(architecture, config, key, place)
+            if (base is None and not config.present) or (
+                is_number(base) and base > 0 and _raised(base, factor) is None
+            ):
+                yield place, base
+
+
+def _after_theta(architecture: ArchitectureMap, config: ModelConfig) -> str | None:
+    assert architecture.rope is not None
+    others = {name: said for name, said in architecture.rope.methods.items() if name not in ("theta", PAIRS)}
+    return next((name for name, condition in others.items() if _holds(architecture, config, condition)), None)
+
+
 def rotary_fraction(architecture: ArchitectureMap, config: ModelConfig, asked: str | None, factor: Factor) -> str:
     """The way by which heads grow by a fraction: only a raised base has places between the old pairs and the new ones.
 
@@ -92,10 +134,12 @@ def rotary_fraction(architecture: ArchitectureMap, config: ModelConfig, asked: s
     """
     known = architecture.rope.methods if architecture.rope else {}
     if asked not in (None, "theta"):
-        raise WidenError(f"--rope {asked}: cannot grow heads by {factor}; --rope theta can, or grow by a whole factor")
+        raise WidenError(
+            f"--rope {asked}: cannot grow head_dim by {factor}; --rope theta can, or grow by a whole factor"
+        )
     if "theta" not in known or not _holds(architecture, config, known["theta"]):
         raise WidenError(
-            f"--grow: heads cannot grow by {factor}: only a raised base does that exactly, and it is not exact for this model; "
+            f"--grow: head_dim cannot grow by {factor}: only a raised base does that exactly, and it is not exact for this model; "
             "grow by a whole factor"
         )
     return "theta"
@@ -155,18 +199,32 @@ def _bases(architecture: ArchitectureMap, config: ModelConfig, factor: Factor) -
     assert architecture.rope is not None
     changes = []
     for key in architecture.rope.keys:
-        for place in held(architecture, config, key) or ((key,) if architecture.defaults.get(key) is not None else ()):
+        for place in _places(architecture, config, key):
             old = _base(architecture, config, key, place)
-            try:
-                new = float(old**factor)
-                exact = struct.unpack("<f", struct.pack("<f", new))[0] == new
-            except OverflowError:
+            new = _raised(old, factor)
+            if new is None:
                 raise WidenError(
                     f"{printable(config.name)}: {place} {config.get(place, old)} to the power of {factor} is too large for a "
                     "float32; grow heads instead, or take another --rope that is exact"
-                ) from None
+                )
+            exact = struct.unpack("<f", struct.pack("<f", new))[0] == new
             changes.append(ConfigChange(place, config.get(place), new, EXACT if exact else ROUNDS))
     return changes
+
+
+def _places(architecture: ArchitectureMap, config: ModelConfig, key: str) -> tuple[str, ...]:
+    """Where a base stands, or is to be written; nothing for one whose absence means that there is none."""
+    return tuple(held(architecture, config, key)) or ((key,) if architecture.defaults.get(key) is not None else ())
+
+
+def _raised(base: float, factor: Factor) -> float | None:
+    """A base to the power of a factor; None where that is beyond float32, in which runtimes compute."""
+    try:
+        new = float(base**factor)
+        struct.pack("<f", new)
+    except OverflowError:
+        return None
+    return new
 
 
 def _longer(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary, old: list[float]) -> list[float]:
@@ -179,9 +237,13 @@ def _longer(architecture: ArchitectureMap, config: ModelConfig, rotary: Rotary, 
     return [number * factor for number in old for factor in factors]
 
 
+def _said(architecture: ArchitectureMap, config: ModelConfig, key: str, place: str) -> Any:
+    return config.get(place, architecture.defaults.get(key) if config.present else None)
+
+
 def _base(architecture: ArchitectureMap, config: ModelConfig, key: str, place: str) -> float:
     """The base at a place of a key, or the map's default; WidenError where it is no positive number."""
-    base = config.get(place, architecture.defaults.get(key) if config.present else None)
+    base = _said(architecture, config, key, place)
     if base is None and not config.present:
         raise WidenError(
             f"{printable(config.name)}: {key} is not known, and --rope theta raises it; tell it with --set {key}=..."

@@ -104,6 +104,11 @@ def _check_ties(spaces: SpaceScales, match: Match, config: ModelConfig, file: st
             raise WidenError(f"{told} '{printable(table)}' is block-scaled FP8; dequantise the model first")
 
 
+def tie_places(architecture: ArchitectureMap) -> tuple[str, ...]:
+    """Every place of a config that may say whether weights are tied, which is where untying writes that they are not."""
+    return tuple(place for key in architecture.untie for place in (*architecture.places.get(key, ()), key))
+
+
 def _said_at(architecture: ArchitectureMap, config: ModelConfig, key: str) -> list[str]:
     """Every place that says whether weights are tied, or where nothing does the first at which the model looks."""
     return [*held(architecture, config, key)] or [*architecture.places.get(key, ()), key][:1]
