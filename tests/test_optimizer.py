@@ -15,6 +15,7 @@ from typing import Any
 import families_encoders
 import families_hybrids
 import families_llama
+import families_newer
 import models
 import optimizer_here
 import pytest
@@ -30,7 +31,10 @@ from widen_cli.moments import attach
 from widen_cli.plan import gradients
 
 VARIANTS = models.VARIANTS | {
-    name: variant for family in families_llama.FAMILIES for name, variant in family.variants.items()
+    name: variant
+    for module in (families_llama, families_newer, families_hybrids)
+    for family in module.FAMILIES
+    for name, variant in family.variants.items()
 }
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 Moments = dict[str, dict[str, torch.Tensor]]
@@ -133,6 +137,12 @@ CASES = [
     ("llama_mha", "--factor=2 --split=even", "copy", ()),
     ("llama_mha", "--experts=4 --grow=hidden=2x", "quiet", ("experts", "gate")),
     ("qwen3", "--experts=6 --slices=2 --depth=+1", "copy", None),
+    # Experts that are one parameter in memory and many tensors in the file; routers of other names.
+    ("mixtral", "--grow=hidden=2x,intermediate=3x", "copy", ()),
+    ("qwen2_moe", "--factor=2", "quiet", ("k_proj", "v_proj")),
+    ("olmoe", "--grow=hidden=2x,intermediate=2x", "orthogonal", ("k_norm", "k_proj", "v_proj")),
+    ("phimoe", "--grow=hidden=2x,intermediate=3/2", "copy", None),
+    ("qwen3_moe_mixed", "--depth=2x --grow=hidden=2x", "copy", None),
 ]
 
 

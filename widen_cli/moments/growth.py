@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from widen_cli.dimensions import raised
 from widen_cli.errors import WidenError, first_of, printable
 from widen_cli.moments.orders import Numbered, Order, numbered
+from widen_cli.moments.parts import Part, UnevenPartsError, joined
 from widen_cli.plan import Plan, TensorPlan
 from widen_cli.plan.gradients import first_copies
-from widen_cli.plan.result import NEW_EXPERTS, Gradient
+from widen_cli.plan.result import Gradient
 from widen_cli.safetensors_file import StoredTensor
 from widen_cli.torch_optimizer import POWERS, OptimizerState
 
@@ -47,22 +48,10 @@ class GrownState:
 
 def grown_state(plan: Plan, state: OptimizerState, narrow: Order, wide: Order, choice: str) -> GrownState:
     """The state for the wide model of a plan. Raises WidenError where parameters and tensors do not belong together."""
-    tensors = {name: tensor for tensor in plan.tensors for name in tensor.names}
-    found = {name: _written(name, wide, tensors) for name in wide.names}
-    names = numbered(state, narrow, wide, _sources(plan, found, narrow))
-    numbers = _numbers(state, names, narrow)
-    faults = [
-        f"'{printable(name)}' {list(wide.shapes[name])}"
-        for group in names.wide
-        for name in group
-        # Experts that are made anew are stored one by one, and loaded as one parameter.
-        if found[name] is None and not plan.made_of
-    ]
-    if faults:
-        raise WidenError(
-            f"{state.name}: --optimizer goes by names, and {wide.kind} has parameters that are no tensors of the checkpoint: "
-            f"{first_of(faults, SHOWN)}; leave it out to begin with a new one"
-        )
+    found = _loaded(plan, wide, state)
+    sources = {name: narrow.owners[each.origins] for name, each in found.items() if each.origins in narrow.owners}
+    names = numbered(state, narrow, wide, {name: owner for name, (owner, _) in sources.items()})
+    numbers = _numbers(state, names)
     moments: list[Moment] = []
     origins: dict[int, int] = {}
     groups: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
@@ -72,55 +61,92 @@ def grown_state(plan: Plan, state: OptimizerState, narrow: Order, wide: Order, c
     for group in names.wide:
         groups.append((tuple(range(number, number + len(group))), group))
         for name in group:
-            tensor = found[name]
-            if tensor is None:
-                anew.setdefault(NEW_EXPERTS, []).append(name)
-                number += 1
-                continue
-            gradient = plan.gradients.get(tensor.source.name, Gradient(reason="the plan says nothing of it"))
-            origin = numbers.get(gradient.origin or tensor.source.name)
+            loaded, (owner, parts) = found[name], sources.get(name, ("", ()))
+            origin = numbers.get(owner)
+            gradient = _gradient(loaded, parts, narrow, owner, state)
             if gradient.reason and (origin is None or origin in state.moments):
-                anew.setdefault(gradient.reason, []).append(tensor.pattern)
+                anew.setdefault(gradient.reason, []).append(loaded.pattern)
             elif origin is not None and origin in state.moments:
                 origins[number] = origin
-                moments += _grown(number, state.moments[origin], tensor, gradient, choice)
+                moments += _grown(number, state.moments[origin], loaded.pattern, gradient, choice)
                 if gradient.unknown and choice == KEEP:
-                    unknown[tensor.pattern] = unknown.get(tensor.pattern, 0) + gradient.unknown
+                    unknown[loaded.pattern] = unknown.get(loaded.pattern, 0) + gradient.unknown
             number += 1
     told = tuple(_told(anew, unknown, moments, choice))
     return GrownState(tuple(moments), origins, tuple(groups), told)
 
 
-def _numbers(state: OptimizerState, names: Numbered, narrow: Order) -> dict[str, int]:
-    """The number of every narrow parameter, by all of its names."""
-    pairs = (
-        (number, name)
+@dataclass(frozen=True)
+class Loaded:
+    """What a wide parameter is loaded from: the plans of its tensors, in order, and their gradients."""
+
+    tensors: tuple[TensorPlan, ...]
+    gradients: tuple[Gradient, ...]
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The narrow tensors that they come from."""
+        pairs = zip(self.tensors, self.gradients, strict=True)
+        return tuple(gradient.origin or tensor.stored_name for tensor, gradient in pairs)
+
+    @property
+    def pattern(self) -> str:
+        return " and ".join(dict.fromkeys(tensor.pattern for tensor in self.tensors))
+
+
+def _loaded(plan: Plan, wide: Order, state: OptimizerState) -> dict[str, Loaded]:
+    """What every wide parameter is loaded from. Raises WidenError for those that are not in the checkpoint."""
+    written = {name: tensor for tensor in plan.tensors for name in tensor.names}
+    found: dict[str, Loaded] = {}
+    faults: list[str] = []
+    for name in wide.names:
+        for parts in wide.made_of(name):
+            tensors = tuple(written[part.name] for part in parts if part.name in written)
+            if tuple(tensor.shape for tensor in tensors) == tuple(part.shape for part in parts):
+                found[name] = Loaded(tensors, tuple(_gradient_of(plan, tensor) for tensor in tensors))
+                break
+        else:
+            parts = next(wide.made_of(name))
+            missing = next((part for part in parts if part.name not in written), parts[0])
+            told = f"'{printable(name)}' {list(wide.shapes[name])}"
+            faults.append(told if missing.name == name else f"{told} (of '{printable(missing.name)}')")
+    if faults:
+        raise WidenError(
+            f"{state.name}: --optimizer goes by names, and {wide.kind} has parameters that are no tensors of the checkpoint: "
+            f"{first_of(faults, SHOWN)}; leave it out to begin with a new one"
+        )
+    return found
+
+
+def _gradient_of(plan: Plan, tensor: TensorPlan) -> Gradient:
+    return plan.gradients.get(tensor.source.name, Gradient(reason="the plan says nothing of it"))
+
+
+def _gradient(loaded: Loaded, parts: tuple[Part, ...], narrow: Order, owner: str, state: OptimizerState) -> Gradient:
+    """What becomes of the gradient of a parameter, whose tensors lie in the narrow `owner` as `parts` say, if it has one."""
+    if not parts:
+        reasons = (gradient.reason for gradient in loaded.gradients if gradient.reason)
+        return Gradient(reason=next(reasons, ""))
+    try:
+        return joined(narrow.shapes[owner], list(zip(parts, loaded.gradients, strict=True)))
+    except UnevenPartsError:
+        raise WidenError(
+            f"{state.name}: '{printable(owner)}' is one parameter of {narrow.kind}'s, and its parts ({printable(loaded.pattern)}) "
+            "grow each in its own way; leave --optimizer out to begin with a new one"
+        ) from None
+
+
+def _numbers(state: OptimizerState, names: Numbered) -> dict[str, int]:
+    """The number of every narrow parameter."""
+    return {
+        name: number
         for group, called in zip(state.groups, names.narrow, strict=True)
         for number, name in zip(group.numbers, called, strict=True)
-    )
-    return {alias: number for number, name in pairs for alias in narrow.names[name]}
-
-
-def _written(name: str, wide: Order, tensors: Mapping[str, TensorPlan]) -> TensorPlan | None:
-    """The plan of the tensor that a parameter is loaded from, under any of its names."""
-    found = next((tensors[alias] for alias in wide.names[name] if alias in tensors), None)
-    return found if found is not None and found.shape == wide.shapes[name] else None
-
-
-def _sources(plan: Plan, found: Mapping[str, TensorPlan | None], narrow: Order) -> dict[str, str]:
-    """The narrow parameter that each wide one is made of, where there is one."""
-    own = {alias: name for name, aliases in narrow.names.items() for alias in aliases}
-    stored = {
-        name: (plan.gradients[tensor.source.name].origin if tensor.source.name in plan.gradients else "")
-        or tensor.stored_name
-        for name, tensor in found.items()
-        if tensor is not None
     }
-    return {name: own[origin] for name, origin in stored.items() if origin in own}
 
 
 def _grown(
-    number: int, stored: Mapping[str, StoredTensor], tensor: TensorPlan, gradient: Gradient, choice: str
+    number: int, stored: Mapping[str, StoredTensor], pattern: str, gradient: Gradient, choice: str
 ) -> Iterator[Moment]:
     """A parameter's moments: each entry the narrow one's times the gradients' factor, in the power that the moment has of them."""
     for key, moment in stored.items():
@@ -129,7 +155,7 @@ def _grown(
             growth = tuple(first_copies(tree) for tree in growth)
         source = replace(moment, name=f"{number}.{key}")
         scale = gradient.scale ** POWERS[key]
-        yield Moment(source, TensorPlan(source, (source.name,), tensor.pattern, moment.dtype, growth, scale))
+        yield Moment(source, TensorPlan(source, (source.name,), pattern, moment.dtype, growth, scale))
 
 
 def _told(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from widen_cli.errors import WidenError, printable
+from widen_cli.moments.parts import Part
 from widen_cli.torch_optimizer import OptimizerState
 
 ONE_GROUP = "one group of all parameters"
@@ -19,12 +21,14 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Order:
-    """A model's parameters as its library orders them: all other names of each, its shape, and rules of which decay."""
+    """A model's parameters as its library orders them: all names of each in memory, its shape, rules of which decay, and the
+    tensors that it is made of where these have other names in a checkpoint or are several."""
 
     kind: str
     names: Mapping[str, Sequence[str]]
     shapes: Mapping[str, tuple[int, ...]]
     decays: Sequence[Sequence[str]]
+    stored: Mapping[str, tuple[Part, ...]]
 
     @classmethod
     def of(cls, answer: Mapping[str, Any], model: str) -> Order:
@@ -34,7 +38,24 @@ class Order:
                 f"{printable(model)}: --optimizer needs the order of its parameters, and {printable(answer['fault'])}"
             )
         shapes = {name: tuple(shape) for name, shape in answer["shapes"].items()}
-        return cls(answer["class"], answer["names"], shapes, answer["decays"])
+        stored = {name: tuple(map(Part.of, parts)) for name, parts in answer["stored"].items()}
+        return cls(answer["class"], answer["names"], shapes, answer["decays"], stored)
+
+    def made_of(self, name: str) -> Iterator[tuple[Part, ...]]:
+        """What a parameter may be made of: the tensors that its library saves it as, or one under any of its names in memory."""
+        if name in self.stored:
+            yield self.stored[name]
+        for alias in self.names[name]:
+            yield (Part.whole(alias, self.shapes[name]),)
+
+    @cached_property
+    def owners(self) -> dict[tuple[str, ...], tuple[str, tuple[Part, ...]]]:
+        """The parameter that is made of tensors of these names, in this order, and how."""
+        found: dict[tuple[str, ...], tuple[str, tuple[Part, ...]]] = {}
+        for parameter in self.names:
+            for parts in self.made_of(parameter):
+                found.setdefault(tuple(part.name for part in parts), (parameter, parts))
+        return found
 
     def groupings(self) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
         """The groups in which optimizers may number the parameters, each with what makes them so."""

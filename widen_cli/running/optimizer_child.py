@@ -18,6 +18,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from widen_cli.running.stored_parts import stored_parts
+
 # Names that the Trainer exempts from weight decay: those of transformers 5, and of transformers 4, which knew biases alone
 # and told norms by their classes.
 NEWER = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -25,7 +27,8 @@ OLDER = [r"bias"]
 
 
 def orders(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each config the model's class, its parameters in order with their shapes, which of them decay, and other names of each."""
+    """For each config the model's class, its parameters in order with their shapes, which of them decay, other names of each, and
+    the tensors of a checkpoint that it is made of."""
     return [_order(config) for config in request["configs"]]
 
 
@@ -54,6 +57,7 @@ def _order(values: dict[str, Any]) -> dict[str, Any]:
         "names": aliases,
         "shapes": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
         "decays": [[name for name in aliases if name in set(decay)] for decay in decays],
+        "stored": stored_parts(model),
     }
 
 
