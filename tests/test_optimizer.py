@@ -56,12 +56,12 @@ def names_of(model: Any) -> list[str]:
     return [names[id(p)] for group in groups_of(model) for p in group["params"]]
 
 
-def trained(folder: Path, batches: int = 3) -> tuple[Any, torch.optim.Optimizer]:
+def trained(folder: Path, batches: int = 3, **how: Any) -> tuple[Any, torch.optim.Optimizer]:
     """A folder's model in float64 throughout and the optimizer after some batches at a learning rate of 0."""
     with models.Float64Throughout():
         model = models.load(folder, torch.float64)
         model.config._experts_implementation = "eager"
-        optimizer = torch.optim.AdamW(groups_of(model), lr=0.0)
+        optimizer = torch.optim.AdamW(groups_of(model), lr=0.0, **how)
         inputs = models.fixed_inputs(model.config)
         labels = inputs["input_ids"] if "Causal" in type(model).__name__ or "LMHead" in type(model).__name__ else None
         for number in range(batches):
@@ -107,7 +107,7 @@ def widen(*words: str) -> Result:
 def largest_error(grown: Moments, own: Moments) -> float:
     """The largest difference over the largest value, of all kept moments."""
     errors = [0.0]
-    for key in ("exp_avg", "exp_avg_sq"):
+    for key in next(iter(own.values())).keys() - {"step"}:
         # Some gradients are zero but for roundings, such as those of keys' biases, which a softmax does not see.
         floor = 1e-5 * max(entry[key].abs().max().item() for entry in own.values())
         for name, entry in grown.items():
@@ -176,7 +176,21 @@ def test_moments_are_those_of_the_wide_model(
 
 
 @pytest.mark.usefixtures("here")
-def test_a_wrong_factor_shows(narrow: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_squares_of_amsgrad(tmp_path: Path) -> None:
+    source, wide = tmp_path / "narrow", tmp_path / "wide"
+    models.build("llama_mha", torch.float64).save_pretrained(source)
+    torch.save(trained(source, amsgrad=True)[1].state_dict(), source / "optimizer.pt")
+    done = widen(str(source), str(wide), "--factor=2", "--scaling=copy", "--optimizer=keep")
+    assert done.exit_code == 0, done.output
+    model, optimizer = trained(wide, amsgrad=True)
+    grown = by_name(model, torch.load(wide / "optimizer.pt", weights_only=True))
+    assert all({*entry} == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} for entry in grown.values())
+    assert largest_error(grown, by_name(model, optimizer.state_dict())) < 1e-10
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("variant", ["llama_mha", "mixtral"])
+def test_a_wrong_factor_shows(narrow: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     right = gradients.GradientBuilder.leaf_scale
     monkeypatch.setattr(
         gradients.GradientBuilder,
@@ -184,9 +198,7 @@ def test_a_wrong_factor_shows(narrow: Save, tmp_path: Path, monkeypatch: pytest.
         lambda self, path, role: right(self, path, role) ** (-1 if role == "out" else 1),
     )
     assert (
-        widen(
-            str(narrow("llama_mha")), str(tmp_path / "v"), "--factor=2", "--scaling=copy", "--optimizer=keep"
-        ).exit_code
+        widen(str(narrow(variant)), str(tmp_path / "v"), "--factor=2", "--scaling=copy", "--optimizer=keep").exit_code
         == 0
     )
     model, optimizer = trained(tmp_path / "v")
