@@ -357,11 +357,13 @@ def _bound(trial: Trial, report: Report) -> float:
 
 def _inputs_of(narrow: Path, trial: Trial) -> Callable[[Any], dict[str, torch.Tensor]]:
     """The narrow model's inputs, also where the wide one's vocabulary is padded; some give hidden states as wide as the model."""
-    known = KNOWN.get(trial.variant)
-    if known and known.inputs:
-        return known.inputs
-    config = transformers.AutoConfig.from_pretrained(narrow)
-    return lambda _: models.fixed_inputs(config)
+    known, config = KNOWN.get(trial.variant), transformers.AutoConfig.from_pretrained(narrow)
+    if known is None or not known.inputs:
+        return lambda _: models.fixed_inputs(config)
+    old = known.inputs(config)
+    return lambda wide: {
+        name: old[name] if old[name].shape == value.shape else value for name, value in known.inputs(wide).items()
+    }
 
 
 def error(job: Job, before: models.Outputs, after: models.Outputs) -> float:

@@ -676,7 +676,7 @@ def test_yarn_is_rightly_refused(narrow: Narrow, tmp_path: Path) -> None:
 def test_a_base_that_float32_does_not_hold(narrow: Narrow, tmp_path: Path) -> None:
     (text,) = refusal(narrow("llama-plain"), tmp_path / "wide.gguf", "head_dim=10", rope="theta")
     assert text.endswith(
-        "rope.freq_base 10000.0 to the power of 10 is too large for a float32; grow heads instead, or take another --rope that is exact"
+        "rope.freq_base 10000.0 to the power of 10 is too large for a float32; grow heads instead, or take --rope spread"
     )
     # 10000**9 fits.
     widen(narrow("llama-plain"), tmp_path / "wide.gguf", "head_dim=9", rope="theta")

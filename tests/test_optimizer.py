@@ -143,6 +143,7 @@ CASES = [
     ("olmoe", "--grow=hidden=2x,intermediate=2x", "orthogonal", ("k_norm", "k_proj", "v_proj")),
     ("phimoe", "--grow=hidden=2x,intermediate=3/2", "copy", None),
     ("qwen3_moe_mixed", "--depth=2x --grow=hidden=2x", "copy", None),
+    ("granitemoehybrid", "--factor=2", "copy", ("k_proj", "v_proj")),  # an infinity in its config
 ]
 
 

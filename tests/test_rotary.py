@@ -531,7 +531,7 @@ def not_exact(way: str, others: str, why: str = "with this model's frequency sca
 
 RAMP = "YaRN's ramp ends beyond the last pair, at a place that depends on the head size"
 NTK = "the base of dynamic NTK scaling depends on the head size and on the length of the text"
-LARGE = "is too large for a float32; grow heads instead, or take another --rope that is exact"
+LARGE = "is too large for a float32; grow heads instead, or take --rope spread"
 KEYS = "in/config.json: rope_parameters."
 TEN = "is no list of 10 numbers, one for each rotary pair of a head"
 FRACTION = "0 <= head_dim * partial_rotary_factor - rotated < 1"
@@ -554,6 +554,7 @@ REFUSED: list[tuple[str, Edit | None, str, str | None, str]] = [
     ("llama-longrope-long", short_list, "head_dim=2", None, f"{KEYS}long_factor {TEN}"),
     ("llama-plain", no_base, "head_dim=2", "theta", f"{KEYS}rope_theta is 'large', where a positive number is needed"),
     ("llama-plain", None, "head_dim=10", "theta", f"{KEYS}rope_theta 10000.0 to the power of 10 {LARGE}"),
+    ("llama-yarn", None, "head_dim=20", None, f"{KEYS}rope_theta 100.0 to the power of 20 {LARGE.partition(', or')[0]}"),
 ]  # fmt: skip
 
 

@@ -203,9 +203,10 @@ def _bases(architecture: ArchitectureMap, config: ModelConfig, factor: Factor) -
             old = _base(architecture, config, key, place)
             new = _raised(old, factor)
             if new is None:
+                other = _after_theta(architecture, config) if is_whole(factor) else None
                 raise WidenError(
                     f"{printable(config.name)}: {place} {config.get(place, old)} to the power of {factor} is too large for a "
-                    "float32; grow heads instead, or take another --rope that is exact"
+                    f"float32; grow heads instead{f', or take --rope {other}' if other else ''}"
                 )
             exact = struct.unpack("<f", struct.pack("<f", new))[0] == new
             changes.append(ConfigChange(place, config.get(place), new, EXACT if exact else ROUNDS))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import warnings
 import zipfile
 from pathlib import Path
@@ -43,7 +44,7 @@ def _order(values: dict[str, Any]) -> dict[str, Any]:
         return {"fault": f"transformers {transformers.__version__} has {told}"}
     try:
         with torch.device("meta"):
-            model: Any = kind(kind.config_class.from_dict(values))
+            model: Any = kind(_config(kind, values))
             model.tie_weights()
     except Exception as error:
         return {"fault": f"transformers does not make a {kind.__name__} of it: {str(error).splitlines()[0][:300]}"}
@@ -59,6 +60,14 @@ def _order(values: dict[str, Any]) -> dict[str, Any]:
         "decays": [[name for name in aliases if name in set(decay)] for decay in decays],
         "stored": stored_parts(model),
     }
+
+
+def _config(kind: Any, values: dict[str, Any]) -> Any:
+    """The config as the class reads it from a file, which knows how infinities are written there."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.json")
+        file.write_text(json.dumps(values))
+        return kind.config_class.from_json_file(file)
 
 
 def written(request: dict[str, Any]) -> dict[str, Any]:
