@@ -97,7 +97,7 @@ def test_heads_of_one_layer_that_the_kv_heads_no_longer_divide(tmp_path: Path) -
     with pytest.raises(WidenError) as caught:
         widened(narrow, tmp_path / "wide.gguf", grow="kv_heads=2")
     assert list(caught.value.faults) == [
-        f"{narrow}: the wide model would have heads 2, kv_heads 4, and 'deci' needs heads % kv_heads == 0; "
+        f"{narrow}: the wide model would have heads 2, kv_heads 4 in layer 3, and 'deci' needs heads % kv_heads == 0; "
         "choose other factors with --grow"
     ]
 
