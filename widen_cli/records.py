@@ -273,14 +273,8 @@ class Record(BaseModel):
 
     @property
     def grown(self) -> str:
-        """What every axis grew by, and some layers beside, as `--grow` takes it: sizes that were said tell nothing of a wide model.
-
-        Records of versions that grew layers by factors alone have these among what was said.
-        """
-        said = () if self.layers or self.said.grow is None else parse_growth(self.said.grow)[1]
-        return ",".join(
-            [*(f"{axis}={factor}x" for axis, factor in self.factors.items()), *self.layers, *map(str, said)]
-        )
+        """What every axis grew by, and some layers beside, as `--grow` takes it: sizes that were said tell nothing of a wide model."""
+        return ",".join([*(f"{axis}={factor}x" for axis, factor in self.factors.items()), *self.layers])
 
     def again(self, options: Options) -> Options:
         """The options of a run that makes the same once more; what `options` says itself counts before the record."""
