@@ -11,7 +11,7 @@ from widen_cli.errors import printable
 from widen_cli.map_rules import Axis
 from widen_cli.other_models import OtherModel
 from widen_cli.plan.growth import growing_axes
-from widen_cli.plan.layer_growth import LayerGrowth, layer_count
+from widen_cli.plan.layer_growth import LayerGrowth, alike, layer_count
 from widen_cli.plan.sizes import Sizes
 from widen_cli.plan.wishes import Wish
 
@@ -123,7 +123,7 @@ def _following(sizes: Sizes) -> set[str]:
 def _reach(axis: str, here: Sizes, there: Sizes, ranges: Sequence[LayerGrowth]) -> Reach:
     old, new = here.known.get(axis), there.known.get(axis)
     if (axis in here.layered or axis in there.layered) and old and new:
-        named = {layer for one in ranges if one.axis == axis for layer in range(one.first, one.last + 1)}
+        named = {layer for one in ranges if one.axis == axis for layer in one.layers}
         return _layered(axis, here, there, named)
     if new is None:
         why = (
@@ -156,13 +156,10 @@ def _layered(axis: str, here: Sizes, there: Sizes, named: Collection[int]) -> Re
     ratios = {Fraction(new, old) for old, new in pairs.values() if old}
     if len(ratios) == 1:
         return Reach(axis, *sizes, ratios.pop())
-    grown = [layer for layer, (old, new) in pairs.items() if new != old]
-    starts = [n for n in grown if n - 1 not in grown or theirs[n - 1] != theirs[n]]
-    ends = [n for n in grown if n + 1 not in grown or theirs[n + 1] != theirs[n]]
-    found = zip(starts, ends, strict=True)
+    grown = {layer: new for layer, (old, new) in pairs.items() if new != old}
     layers = [
         LayerGrowth.of(Wish(axis, f"to:{theirs[first]}", "size", Fraction(theirs[first])), first, last)
-        for first, last in found
+        for first, last in alike(grown)
     ]
     return Reach(axis, *sizes, layers=tuple(layers)) if layers else Reach(axis, *sizes, Fraction(1))
 

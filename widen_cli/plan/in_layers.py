@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ class InLayer:
         return "" if self.number is None else f"@{self.number}"
 
 
+@dataclass(frozen=True)
 class InLayers:
     """What grows, layer by layer; `layered` are the factors in every layer of axes that grow by ranges of layers.
 
@@ -41,24 +42,18 @@ class InLayers:
     of those `in_front` old positions come first.
     """
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        factors: Mapping[str, Factor],
-        layered: Mapping[str, Sequence[Factor]],
-        in_front: frozenset[str],
-        shared: Partials,
-        filling: Callable[[Partials], Filling],
-    ) -> None:
-        self.sizes = sizes
-        self.factors = factors
-        self.layered = layered
-        self.in_front = in_front
-        self.shared = shared
-        self.filling = filling
-        counts = {len(each) for each in (*layered.values(), *sizes.layered.values())}
-        self.count = min(counts, default=0)
-        self.found: dict[tuple[Factor, ...], InLayer] = {}
+    sizes: Sizes
+    factors: Mapping[str, Factor]
+    layered: Mapping[str, Sequence[Factor]]
+    in_front: frozenset[str]
+    shared: Partials
+    filling: Callable[[Partials], Filling]
+    found: dict[tuple[Factor, ...], InLayer] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def count(self) -> int:
+        """How many layers there are of which some may differ."""
+        return min((len(each) for each in (*self.layered.values(), *self.sizes.layered.values())), default=0)
 
     @cached_property
     def everywhere(self) -> InLayer:

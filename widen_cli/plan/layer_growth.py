@@ -30,6 +30,10 @@ class LayerGrowth:
     def axis(self) -> str:
         return self.wish.axis
 
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.last + 1)
+
     def __str__(self) -> str:
         return str(self.wish)
 
@@ -93,21 +97,22 @@ def by_range(
         once = factor is not None and (is_whole(factor) or not named)
         if axis not in architecture.layered_axes or once or layers is None or not (named or axis in sizes.layered):
             continue
-        own = wish if isinstance(wish, Wish) else Wish(axis, f"{wish}x", "factor", Fraction(wish))
-        ranges += [LayerGrowth.of(own, *gap) for gap in _gaps(named, layers, sizes.layered.get(axis))]
+        own = wish if isinstance(wish, Wish) else Wish.by(axis, wish)
+        each = sizes.layered.get(axis)
+        taken = {layer for one in named for layer in one.layers}
+        free = [layer for layer in range(layers) if layer not in taken and (each is None or each[layer])]
+        ranges += [LayerGrowth.of(own, *gap) for gap in alike(dict.fromkeys(free))]
         plain[axis] = 1
     return plain, tuple(ranges)
 
 
-def _gaps(named: Sequence[LayerGrowth], layers: int, each: Sequence[int] | None) -> Iterator[tuple[int, int]]:
-    """The ranges of layers that are not named and have some of an axis, of which there are `each` where that differs."""
-    taken = {layer for one in named for layer in range(one.first, one.last + 1)}
-    free = {layer for layer in range(layers) if layer not in taken and (each is None or each[layer])}
+def alike(layers: Mapping[int, object]) -> Iterator[tuple[int, int]]:
+    """The first and the last of neighbouring layers that have one value, of layers in order."""
     first = 0
-    for layer in sorted(free):
-        if layer - 1 not in free:
+    for layer, value in layers.items():
+        if layer - 1 not in layers or layers[layer - 1] != value:
             first = layer
-        if layer + 1 not in free:
+        if layer + 1 not in layers or layers[layer + 1] != value:
             yield first, layer
 
 
@@ -141,7 +146,7 @@ def _of_range(one: LayerGrowth, sizes: Sizes, told: Callable[[Wish, Sizes], Frac
     by_size: dict[int | None, Factor] = {0: 1}
     each: list[int | None] = []
     with Faults() as faults:
-        for layer in range(one.first, one.last + 1):
+        for layer in one.layers:
             own = sizes.at(layer)
             each.append(own.known.get(one.axis))
             if each[-1] not in by_size:
@@ -162,11 +167,11 @@ def said_ranges(
     found: list[LayerGrowth] = []
     for one in asked:
         each = layered[one.axis]
-        some = [n for n in range(one.first, one.last + 1) if sizes.at(n).known.get(one.axis) != 0]
+        some = [n for n in one.layers if sizes.at(n).known.get(one.axis) != 0]
         starts = [
             n for before, n in zip([None, *some], some, strict=False) if before is None or each[before] != each[n]
         ]
         for start, behind in zip([one.first, *starts[1:]], [*starts[1:], one.last + 1], strict=True):
             factor = each[start if start in some else some[0]]
-            found.append(LayerGrowth.of(Wish(one.axis, f"{factor}x", "factor", Fraction(factor)), start, behind - 1))
+            found.append(LayerGrowth.of(Wish.by(one.axis, factor), start, behind - 1))
     return tuple(found)

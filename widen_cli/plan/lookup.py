@@ -46,5 +46,10 @@ def config_lookup(
 
 def held(architecture: ArchitectureMap, config: ModelConfig, key: str) -> dict[str, Any]:
     """A key's values, by the places at which the config holds one, in the order in which the model looks."""
-    found = {place: config.get(place) for place in (*architecture.places.get(key, ()), key)}
+    found = {place: config.get(place) for place in places_of(architecture, key)}
     return {place: value for place, value in found.items() if value is not None}
+
+
+def places_of(architecture: ArchitectureMap, key: str) -> tuple[str, ...]:
+    """Where a config may hold a key's value, in the order in which the model looks."""
+    return (*architecture.places.get(key, ()), key)

@@ -57,12 +57,12 @@ def rotary_method(architecture: ArchitectureMap, config: ModelConfig, asked: str
     Raises WidenError where what was asked for does not keep it; of `pairs`, which never does, where that is not `allowed`.
     """
     known = architecture.rope.methods if architecture.rope else {}
-    fitting = [name for name, condition in known.items() if _holds(architecture, config, condition)]
-    exact = [name for name in fitting if name != PAIRS]
+    exact = _exact_ways(architecture, config)
     if asked is None:
         return exact[0] if exact else None
     if asked == PAIRS and asked in known:
-        _check_pairs(why_none(architecture, config) if asked not in fitting else None, exact, allowed)
+        fits = _holds(architecture, config, known[asked])
+        _check_pairs(None if fits else why_none(architecture, config), exact, allowed)
         return asked
     if asked not in exact and not any(
         "rope(" in space.formula.text for space in architecture.spaces.values() if space.formula
@@ -73,6 +73,12 @@ def rotary_method(architecture: ArchitectureMap, config: ModelConfig, asked: str
         why = "with this model's frequency scaling" if asked in known else f"for '{architecture.architecture}'"
         raise WidenError(f"--rope {asked}: is not exact {why}; {instead}")
     return asked
+
+
+def _exact_ways(architecture: ArchitectureMap, config: ModelConfig) -> list[str]:
+    """The ways of a map that keep the function of a model, in its order."""
+    known = architecture.rope.methods if architecture.rope else {}
+    return [name for name, condition in known.items() if name != PAIRS and _holds(architecture, config, condition)]
 
 
 def _check_pairs(why_not: str | None, exact: list[str], allowed: bool) -> None:
@@ -122,9 +128,7 @@ def _not_raised(architecture: ArchitectureMap, config: ModelConfig, factor: Fact
 
 
 def _after_theta(architecture: ArchitectureMap, config: ModelConfig) -> str | None:
-    assert architecture.rope is not None
-    others = {name: said for name, said in architecture.rope.methods.items() if name not in ("theta", PAIRS)}
-    return next((name for name, condition in others.items() if _holds(architecture, config, condition)), None)
+    return next((way for way in _exact_ways(architecture, config) if way != "theta"), None)
 
 
 def rotary_fraction(architecture: ArchitectureMap, config: ModelConfig, asked: str | None, factor: Factor) -> str:
@@ -132,12 +136,11 @@ def rotary_fraction(architecture: ArchitectureMap, config: ModelConfig, asked: s
 
     Raises WidenError where that does not keep the function.
     """
-    known = architecture.rope.methods if architecture.rope else {}
     if asked not in (None, "theta"):
         raise WidenError(
             f"--rope {asked}: cannot grow head_dim by {factor}; --rope theta can, or grow by a whole factor"
         )
-    if "theta" not in known or not _holds(architecture, config, known["theta"]):
+    if "theta" not in _exact_ways(architecture, config):
         raise WidenError(
             f"--grow: head_dim cannot grow by {factor}: only a raised base does that exactly, and it is not exact for this model; "
             "grow by a whole factor"

@@ -11,7 +11,7 @@ from widen_cli.errors import Faults, WidenError, printable
 from widen_cli.formulas import UnknownValueError
 from widen_cli.map_rules import ArchitectureMap, TensorRule, Tie
 from widen_cli.plan.laws import width_power
-from widen_cli.plan.lookup import config_lookup, held
+from widen_cli.plan.lookup import config_lookup, held, places_of
 from widen_cli.plan.match import Match, StoredHeader, applying_rule, match_tensors
 from widen_cli.plan.result import EXACT, ConfigChange, Plan, Twin
 from widen_cli.plan.sizes import resolve_sizes
@@ -106,12 +106,12 @@ def _check_ties(spaces: SpaceScales, match: Match, config: ModelConfig, file: st
 
 def tie_places(architecture: ArchitectureMap) -> tuple[str, ...]:
     """Every place of a config that may say whether weights are tied, which is where untying writes that they are not."""
-    return tuple(place for key in architecture.untie for place in (*architecture.places.get(key, ()), key))
+    return tuple(place for key in architecture.untie for place in places_of(architecture, key))
 
 
 def _said_at(architecture: ArchitectureMap, config: ModelConfig, key: str) -> list[str]:
     """Every place that says whether weights are tied, or where nothing does the first at which the model looks."""
-    return [*held(architecture, config, key)] or [*architecture.places.get(key, ()), key][:1]
+    return [*held(architecture, config, key)] or [places_of(architecture, key)[0]]
 
 
 def _holds(architecture: ArchitectureMap, config: ModelConfig, key: str) -> bool:

@@ -34,6 +34,11 @@ class Wish:
     multiple: int = 0
     at: str = ""
 
+    @classmethod
+    def by(cls, axis: str, factor: Factor) -> Wish:
+        """That an axis grow by a factor."""
+        return cls(axis, f"{factor}x", "factor", Fraction(factor))
+
     def __str__(self) -> str:
         return self.instead(self.text)
 

@@ -36,7 +36,7 @@ def stored_parts(model: Any) -> dict[str, list[Part]]:
         owner = owners.get(_storage(view))
         if owner is not None:
             parts.setdefault(owner, []).append(_part(name, view, probes[owner].stride()))
-    whole = {name: sum(_number(part["shape"]) for part in found) for name, found in parts.items()}
+    whole = {name: sum(math.prod(part["shape"]) for part in found) for name, found in parts.items()}
     return {
         name: sorted(found, key=lambda part: part["at"])
         for name, found in parts.items()
@@ -69,10 +69,6 @@ def _part(name: str, view: torch.Tensor, strides: Sequence[int]) -> Part:
         rest %= stride
     along = [strides.index(stride) for stride in view.stride()]
     return {"name": name, "shape": list(view.shape), "at": at, "along": along}
-
-
-def _number(shape: Sequence[int]) -> int:
-    return math.prod(shape)
 
 
 def _storage(tensor: torch.Tensor) -> int:
